@@ -1,0 +1,26 @@
+// Every custom call's handler, as module.cc exports them. What each takes and returns is the table
+// of custom calls in docs/design.md.
+#ifndef JAXFP4_HANDLERS_H_
+#define JAXFP4_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+// X(name): the handler's symbol on the CPU is jaxfp4_cpu_<name>, its target jaxfp4_<name>.
+#define JAXFP4_FOR_EACH_HANDLER(X) \
+  X(quantize)                      \
+  X(quantize_tiled)                \
+  X(quantize_expanded)             \
+  X(nvfp4_matmul)                  \
+  X(nvfp4_grouped_matmul)          \
+  X(matmul)                        \
+  X(grouped_matmul)                \
+  X(matmul_dx)                     \
+  X(grouped_matmul_dx)             \
+  X(matmul_dw)                     \
+  X(grouped_matmul_dw)
+
+#define JAXFP4_DECLARE_CPU_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cpu_##name);
+JAXFP4_FOR_EACH_HANDLER(JAXFP4_DECLARE_CPU_HANDLER)
+#undef JAXFP4_DECLARE_CPU_HANDLER
+
+#endif  // JAXFP4_HANDLERS_H_

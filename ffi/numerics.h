@@ -1,0 +1,232 @@
+// The numerics of NVFP4, one text for host and device.
+//
+// e2m1 is the 4-bit float (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), e4m3 the 8-bit float
+// without infinities (largest 448, 0x7F is NaN). For a row with the largest magnitude amax and,
+// within it, a block of 16 values with the largest magnitude bmax:
+//
+//   encode    = min(2688 / amax, 2^100)               (1 if amax is 0)
+//   sf        = e4m3(bmax * (encode * (1/6)))         saturating at 448
+//   block_enc = 1 / (float(sf) * (1 / encode))
+//   code      = e2m1(x * block_enc)                   saturating at 6
+//   scale     = 1 / encode
+//   value     = e2m1(code) * float(sf) * scale
+//
+// Every step is one IEEE fp32 operation, rounded to nearest even. Mul and Add are never
+// contracted: on the host by -ffp-contract=off, on the device by the _rn intrinsics. Functions
+// are free of branches where a compiler should vectorise the loop around them.
+//
+// Left out: loops over rows and blocks, which belong to the kernels.
+#ifndef JAXFP4_NUMERICS_H_
+#define JAXFP4_NUMERICS_H_
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define JAXFP4_INLINE __host__ __device__ __forceinline__
+#else
+#define JAXFP4_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace jaxfp4 {
+
+constexpr int kBlock = 16;           // values that share one block scale
+constexpr int kRowPartials = 32;     // strided partial sums of a row (see RowTree)
+constexpr uint32_t kInfBits = 0x7F800000u;
+constexpr uint32_t kNanBits = 0x7FC00000u;
+constexpr uint8_t kNanBlockScale = 0x7F;
+
+JAXFP4_INLINE uint32_t Bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof(u));
+  return u;
+}
+
+JAXFP4_INLINE float FromBits(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof(x));
+  return x;
+}
+
+// --- The five operations of the contract: IEEE, uncontracted. ---
+
+#ifdef __CUDA_ARCH__
+JAXFP4_INLINE float Mul(float a, float b) { return __fmul_rn(a, b); }
+JAXFP4_INLINE float Add(float a, float b) { return __fadd_rn(a, b); }
+JAXFP4_INLINE float Sub(float a, float b) { return __fsub_rn(a, b); }
+JAXFP4_INLINE float Div(float a, float b) { return __fdiv_rn(a, b); }
+JAXFP4_INLINE float Sqrt(float a) { return __fsqrt_rn(a); }
+#else
+JAXFP4_INLINE float Mul(float a, float b) { return a * b; }
+JAXFP4_INLINE float Add(float a, float b) { return a + b; }
+JAXFP4_INLINE float Sub(float a, float b) { return a - b; }
+JAXFP4_INLINE float Div(float a, float b) { return a / b; }
+JAXFP4_INLINE float Sqrt(float a) { return sqrtf(a); }
+#endif
+
+// --- bf16 ---
+
+JAXFP4_INLINE float Bf16ToFloat(uint16_t h) { return FromBits(static_cast<uint32_t>(h) << 16); }
+
+// Round to nearest even; NaN stays a (quiet) NaN of its sign.
+JAXFP4_INLINE uint16_t FloatToBf16(float x) {
+  const uint32_t u = Bits(x);
+  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t nan = (u >> 16) | 0x40u;
+  return static_cast<uint16_t>((u & 0x7FFFFFFFu) > kInfBits ? nan : rounded);
+}
+
+// --- Magnitudes. Compared as integers: that orders finite values, puts inf above them and NaN
+// above inf, so one unsigned max both finds the amax and propagates NaN. ---
+
+// |x| as bits; a subnormal counts as zero.
+JAXFP4_INLINE uint32_t Magnitude(float x) {
+  const uint32_t u = Bits(x) & 0x7FFFFFFFu;
+  return u < 0x00800000u ? 0u : u;
+}
+
+// The value with a subnormal flushed to the zero of its sign.
+JAXFP4_INLINE float FlushSubnormal(float x) {
+  const uint32_t u = Bits(x);
+  return FromBits((u & 0x7FFFFFFFu) < 0x00800000u ? u & 0x80000000u : u);
+}
+
+// --- e4m3 (nonnegative) ---
+
+// Nearest even, saturating at 448. v must be nonnegative and not NaN.
+JAXFP4_INLINE uint8_t E4m3FromFloat(float v) {
+  v = v < 448.0f ? v : 448.0f;
+  const uint32_t u = Bits(v);
+  // Normal: drop 20 of 23 mantissa bits, move the exponent bias from 127 to 7.
+  const uint32_t normal = ((u + 0x7FFFFu + ((u >> 20) & 1u)) >> 20) - (120u << 3);
+  // Below 2^-6 the spacing is 2^-9: adding 2^14, whose last place is 2^-9, rounds to it.
+  const uint32_t subnormal = Bits(Add(v, 16384.0f)) - Bits(16384.0f);
+  return static_cast<uint8_t>(v < 0.015625f ? subnormal : normal);
+}
+
+// Exact. 0x7F and 0xFF are NaN.
+JAXFP4_INLINE float E4m3ToFloat(uint8_t b) {
+  const uint32_t sign = static_cast<uint32_t>(b & 0x80u) << 24;
+  const uint32_t magnitude = b & 0x7Fu;
+  const float normal = FromBits((magnitude << 20) + (120u << 23));
+  const float subnormal = static_cast<float>(magnitude) * 0.001953125f;  // 2^-9, exact
+  const float value = magnitude == 0x7Fu ? FromBits(kNanBits) : magnitude < 8u ? subnormal : normal;
+  return FromBits(Bits(value) | sign);
+}
+
+// --- e2m1 ---
+
+// Nearest even, saturating at 6, the sign kept (so -0 gives code 8). v must not be NaN.
+JAXFP4_INLINE uint32_t E2m1FromFloat(float v) {
+  const float a = FromBits(Bits(v) & 0x7FFFFFFFu);
+  // A tie goes to the even code, so every second midpoint belongs to the code above it.
+  const uint32_t code = static_cast<uint32_t>(a > 0.25f) + static_cast<uint32_t>(a >= 0.75f) +
+                        static_cast<uint32_t>(a > 1.25f) + static_cast<uint32_t>(a >= 1.75f) +
+                        static_cast<uint32_t>(a > 2.5f) + static_cast<uint32_t>(a >= 3.5f) +
+                        static_cast<uint32_t>(a > 5.0f);
+  return code | (Bits(v) >> 31 << 3);
+}
+
+// Exact.
+JAXFP4_INLINE float E2m1ToFloat(uint32_t code) {
+  const uint32_t magnitude = code & 7u;
+  // 0 and 0.5 are e2m1's subnormals; above them the fields move straight into fp32's.
+  const float value = magnitude < 2u ? 0.5f * static_cast<float>(magnitude)
+                                     : FromBits((magnitude << 22) + (126u << 23));
+  return FromBits(Bits(value) | ((code & 8u) << 28));
+}
+
+// --- Scales ---
+
+// The fp32 scale of a row or matrix, and its reciprocal that encodes.
+struct RowScale {
+  float encode;
+  float scale;
+  bool finite;  // false: scale is NaN, every block scale 0x7F, every code 0
+};
+
+// amax as it was found (Magnitude) or given by the caller; a negative one counts as NaN.
+JAXFP4_INLINE RowScale MakeRowScale(float amax, bool pow2_scale) {
+  const uint32_t magnitude = Magnitude(amax);
+  const bool negative = (Bits(amax) >> 31) != 0u && magnitude != 0u;
+  if (magnitude >= kInfBits || negative) return {1.0f, FromBits(kNanBits), false};
+  constexpr float kCap = 1.2676506002282294e30f;  // 2^100: both scales stay normal numbers
+  float encode = 1.0f;
+  if (magnitude != 0u) {
+    encode = Div(2688.0f, FromBits(magnitude));
+    encode = encode < kCap ? encode : kCap;
+  }
+  float scale = Div(1.0f, encode);
+  if (pow2_scale) {
+    const uint32_t up = (Bits(scale) & 0x7FFFFFu) != 0u ? 0x800000u : 0u;
+    scale = FromBits((Bits(scale) & kInfBits) + up);
+    encode = Div(1.0f, scale);
+  }
+  return {encode, scale, true};
+}
+
+// The unrounded block scale of a block whose largest magnitude is bmax.
+JAXFP4_INLINE float BlockScaleBase(float bmax, float encode) {
+  return Mul(bmax, Mul(encode, 1.0f / 6.0f));
+}
+
+// What the block's values are multiplied by. Not used where sf is 0.
+JAXFP4_INLINE float BlockEncode(uint8_t sf, float scale) {
+  return Div(1.0f, Mul(E4m3ToFloat(sf), scale));
+}
+
+// --- exp, the same polynomial on every platform: at most 2 ulp; results below 2^-126 are 0. ---
+
+JAXFP4_INLINE float Exp(float x) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  constexpr float kLn2High = 0.693359375f;  // 9 bits: n * kLn2High is exact
+  constexpr float kLn2Low = -2.12194440e-4f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float high = x > 89.0f ? 89.0f : x;
+  const float clamped = high < -104.0f ? -104.0f : high;
+  const float shifted = Add(Mul(clamped, kLog2e), kRound);
+  const float n = Sub(shifted, kRound);
+  const float r = Sub(Sub(clamped, Mul(n, kLn2High)), Mul(n, kLn2Low));
+  float p = 1.9875691500e-4f;
+  p = Add(Mul(p, r), 1.3981999507e-3f);
+  p = Add(Mul(p, r), 8.3334519073e-3f);
+  p = Add(Mul(p, r), 4.1665795894e-2f);
+  p = Add(Mul(p, r), 1.6666665459e-1f);
+  p = Add(Mul(p, r), 5.0000001201e-1f);
+  p = Add(Add(Mul(p, Mul(r, r)), r), 1.0f);
+  // 2^n in two factors, because n reaches 128.
+  const int32_t exponent = static_cast<int32_t>(Bits(shifted) - Bits(kRound));
+  const int32_t half = exponent >> 1;
+  const float first = FromBits(static_cast<uint32_t>(half + 127) << 23);
+  const float second = FromBits(static_cast<uint32_t>(exponent - half + 127) << 23);
+  const float result = Mul(Mul(p, first), second);
+  return result < 1.17549435e-38f ? 0.0f : result;
+}
+
+JAXFP4_INLINE float SwiGlu(float gate, float up) {
+  return Mul(Div(gate, Add(1.0f, Exp(-gate))), up);
+}
+
+// --- The sum along a row: 32 strided partial sums, then a fixed binary tree. ---
+
+JAXFP4_INLINE float RowTree(float* partial) {
+  for (int stride = kRowPartials / 2; stride > 0; stride /= 2) {
+    for (int j = 0; j < stride; ++j) partial[j] = Add(partial[j], partial[j + stride]);
+  }
+  return partial[0];
+}
+
+// What RMSNorm multiplies a row by: 1 / sqrt(sum(x^2) / width + eps).
+JAXFP4_INLINE float InverseRms(float sum_of_squares, int64_t width, float eps) {
+  return Div(1.0f, Sqrt(Add(Div(sum_of_squares, static_cast<float>(width)), eps)));
+}
+
+// x * inverse_rms * weight, in that order.
+JAXFP4_INLINE float RmsNorm(float x, float inverse_rms, float weight) {
+  return Mul(Mul(x, inverse_rms), weight);
+}
+
+}  // namespace jaxfp4
+
+#endif  // JAXFP4_NUMERICS_H_
