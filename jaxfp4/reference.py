@@ -214,10 +214,10 @@ def _power_of_two(n: Array) -> Array:
 
 
 def swiglu(x: Array) -> Array:
-    """g / (1 + exp(-g)) * u as bf16 [..., F], for x [..., 2F] with the gate g first."""
+    """g / (1 + exp(-g)) * u in x's dtype [..., F], for x [..., 2F] with the gate g first."""
     gate, up = jnp.split(_flush(x), 2, axis=-1)
     silu = _exactly(gate / _exactly(np.float32(1) + exp(-gate)))
-    return _round_to(_flush(silu * up), jnp.bfloat16)
+    return _round_to(_flush(silu * up), x.dtype)
 
 
 def _row_sum(x: Array) -> Array:
@@ -237,16 +237,16 @@ def _row_sum(x: Array) -> Array:
 
 
 def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
-    """x * (1 / sqrt(mean(x^2) + eps)) * weight as bf16 [..., K]; weight [K]."""
-    x, weight = _flush(x), _flush(weight)
-    total = _row_sum(_exactly(x * x))
+    """x * (1 / sqrt(mean(x^2) + eps)) * weight in x's dtype [..., K]; weight [K]."""
+    values, weight = _flush(x), _flush(weight)
+    total = _row_sum(_exactly(values * values))
     # By a constant XLA would not divide: it would multiply by the rounded reciprocal.
     width = jnp.where(jnp.isfinite(total), np.float32(x.shape[-1]), np.float32(1))
     mean = _exactly(total / width)
     root = _exactly(jnp.sqrt(_exactly(mean + np.float32(eps))))
-    normed = _exactly(x * _exactly(np.float32(1) / root)[..., None])
+    normed = _exactly(values * _exactly(np.float32(1) / root)[..., None])
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    return _round_to(_flush(normed * weight), jnp.bfloat16)
+    return _round_to(_flush(normed * weight), x.dtype)
 
 
 # --- Products: fp32 sums of exact operands, then the weight's scale, then the row's ---

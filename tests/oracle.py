@@ -68,6 +68,11 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return rounded.astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
+def round_like(x: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """float32 rounded to the type of `like`."""
+    return x if like.dtype == np.float32 else bfloat16(x)
+
+
 def flush(x: np.ndarray) -> np.ndarray:
     """float32 with every subnormal replaced by the zero of its sign."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -273,11 +278,11 @@ def exp(x: np.ndarray) -> np.ndarray:
 
 
 def swiglu(x: np.ndarray) -> np.ndarray:
-    """g / (1 + exp(-g)) * u, rounded to bfloat16. x: [..., 2F], the gate g first."""
+    """g / (1 + exp(-g)) * u, rounded to x's type. x: [..., 2F], the gate g first."""
     gate, up = np.split(flush(float32(x)), 2, axis=-1)
     with np.errstate(all="ignore"):
         silu = flush(gate / (ONE + exp(-gate)))
-        return bfloat16(flush(silu * up))
+        return round_like(flush(silu * up), x)
 
 
 def row_sum(x: np.ndarray) -> np.ndarray:
@@ -292,12 +297,12 @@ def row_sum(x: np.ndarray) -> np.ndarray:
 
 
 def rmsnorm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """x * (1 / sqrt(mean(x^2) + eps)) * weight, rounded to bfloat16. weight: [K]."""
-    x, weight = flush(float32(x)), flush(float32(weight))
+    """x * (1 / sqrt(mean(x^2) + eps)) * weight, rounded to x's type. weight: [K]."""
+    values, weight = flush(float32(x)), flush(float32(weight))
     with np.errstate(all="ignore"):
-        mean = row_sum(flush(x * x)) / np.float32(x.shape[-1])
+        mean = row_sum(flush(values * values)) / np.float32(x.shape[-1])
         inverse_rms = ONE / np.sqrt(mean + np.float32(eps))
-        return bfloat16(flush(flush(x * inverse_rms[..., None]) * weight))
+        return round_like(flush(flush(values * inverse_rms[..., None]) * weight), x)
 
 
 # --- Block scales in the tensor cores' layout ---
