@@ -144,7 +144,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 
 def unpack(packed: np.ndarray) -> np.ndarray:
     pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
-    return pairs.reshape(*packed.shape[:-1], -1)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # --- Quantise and dequantise ---

@@ -54,7 +54,7 @@ def test_decoding_tables_are_those_of_ml_dtypes():
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [*E2M1_TIES, (0, 0), (0.26, 1), (0.74, 1), (1.26, 3), (5.01, 7), (1e30, 7), (np.inf, 7)],
+    [*E2M1_TIES, (0.0, 0), (0.26, 1), (0.74, 1), (1.26, 3), (5.01, 7), (1e30, 7), (np.inf, 7)],
 )
 def test_e2m1_by_hand(value, code):
     np.testing.assert_array_equal(oracle.encode_e2m1(np.array([value, -value])), [code, code + 8])
