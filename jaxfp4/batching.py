@@ -1,0 +1,64 @@
+"""How `jax.vmap` runs a custom call whose operands have a leading axis of rows.
+
+The batch becomes more rows, so one custom call does the whole batch. An operand that is shared by
+all rows (a norm's weight) stays as it is; where it is batched too, the batch is a loop.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+
+def over_rows(function: Callable[..., Any], shared: Sequence[int] = ()) -> Callable[..., Any]:
+    """`function` with a batching rule that folds the batch into the rows.
+
+    Every operand but those whose positions are in `shared`, and every result, has a leading axis
+    of rows. A row's result may depend on that row and the shared operands alone.
+    """
+
+    @custom_vmap
+    def run(*operands):
+        return function(*operands)
+
+    @run.def_vmap
+    def batch(size, batched, *operands):
+        if any(batched[i] for i in shared):
+            results = loop(run, batched, operands)
+        else:
+            rows = [i for i in range(len(operands)) if i not in shared]
+            folded = fold(size, [batched[i] for i in rows], [operands[i] for i in rows])
+            arguments = list(operands)
+            for i, operand in zip(rows, folded, strict=True):
+                arguments[i] = operand
+            results = unfold(size, run(*arguments))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return run
+
+
+def fold(size: int, batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Operands [B, rows, ...], or [rows, ...] where not batched, as [B * rows, ...]."""
+    whole = [
+        operand if is_batched else jnp.broadcast_to(operand, (size, *operand.shape))
+        for operand, is_batched in zip(operands, batched, strict=True)
+    ]
+    return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in whole]
+
+
+def unfold(size: int, results: Any) -> Any:
+    """Results [B * rows, ...] as [B, rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+
+
+def loop(function: Callable[..., Any], batched: Sequence[bool], operands: Sequence[Any]) -> Any:
+    """The results of `function` on each element of the batch in turn."""
+    mapped = [x for x, is_batched in zip(operands, batched, strict=True) if is_batched]
+
+    def one(elements):
+        left = iter(elements)
+        return function(*(next(left) if b else x for x, b in zip(operands, batched, strict=True)))
+
+    return jax.lax.map(one, mapped)
