@@ -46,6 +46,11 @@ RatioLevel = Literal["token", "sequence"]
 KlPlace = Literal["loss", "reward"]
 
 
+def _option(name: str) -> str:
+    """A field's name on the command line."""
+    return f"loss.{name.replace('_', '-')}"
+
+
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """What is optimised. Hashable, so that it can be a static argument of jit."""
@@ -87,7 +92,7 @@ class LossConfig:
         ):
             if getattr(self, name) not in get_args(kind):
                 legal = ", ".join(repr(value) for value in get_args(kind))
-                raise ValueError(f"{name}={getattr(self, name)!r}: legal values are {legal}")
+                raise ValueError(f"{_option(name)}={getattr(self, name)!r}: must be one of {legal}")
         self._check("clip_low", 0.0 <= self.clip_low <= 1.0, "between 0 and 1")
         self._check("clip_high", 0.0 <= self.clip_high < math.inf, "0 or more, and finite")
         self._check("kl_coef", 0.0 <= self.kl_coef < math.inf, "0 or more, and finite")
@@ -99,13 +104,13 @@ class LossConfig:
             self._check("sampler_ratio_cap", self.sampler_ratio_cap > 0.0, "None or above 0")
         if self.kl_place == "reward" and self.kl_estimator != "k1":
             raise ValueError(
-                f"kl_estimator={self.kl_estimator!r} with kl_place='reward': only 'k1' is legal "
-                "there, the gradients of the others are not those of the divergence"
+                f"loss.kl-estimator={self.kl_estimator!r} with loss.kl-place='reward': must be "
+                "'k1' there, the gradients of the others are not those of the divergence"
             )
 
     def _check(self, name: str, legal: bool, rule: str) -> None:
         if not legal:
-            raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+            raise ValueError(f"{_option(name)}={getattr(self, name)!r}: must be {rule}")
 
 
 def loss_normaliser(
@@ -229,7 +234,8 @@ def policy_loss(
         ("entropy_coef", config.entropy_coef != 0.0, "entropy", entropy),
     ):  # fmt: skip
         if needed and array is None:
-            raise ValueError(f"{option}={getattr(config, option)} needs {name}, which is None")
+            value = getattr(config, option)
+            raise ValueError(f"{_option(option)}={value} needs {name}, which is None")
     if mask.dtype != jnp.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}: must be bool")
     for name, array in (
