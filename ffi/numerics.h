@@ -31,8 +31,8 @@
 
 namespace jaxfp4 {
 
-constexpr int kBlock = 16;           // values that share one block scale
-constexpr int kRowPartials = 32;     // strided partial sums of a row (see RowTree)
+constexpr int kBlock = 16;        // values that share one block scale
+constexpr int kRowPartials = 32;  // strided partial sums of a row (see RowTree)
 constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr uint32_t kNanBits = 0x7FC00000u;
 constexpr uint8_t kNanBlockScale = 0x7F;

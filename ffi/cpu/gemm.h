@@ -81,12 +81,18 @@ inline void MicroKernel(int64_t depth, const float* a, const float* b, float* c,
 inline void MicroKernel(int64_t rows, int64_t depth, const float* a, const float* b, float* c,
                         int64_t c_stride) {
   switch (rows) {
-    case 1: return MicroKernel<1>(depth, a, b, c, c_stride);
-    case 2: return MicroKernel<2>(depth, a, b, c, c_stride);
-    case 3: return MicroKernel<3>(depth, a, b, c, c_stride);
-    case 4: return MicroKernel<4>(depth, a, b, c, c_stride);
-    case 5: return MicroKernel<5>(depth, a, b, c, c_stride);
-    default: return MicroKernel<6>(depth, a, b, c, c_stride);
+    case 1:
+      return MicroKernel<1>(depth, a, b, c, c_stride);
+    case 2:
+      return MicroKernel<2>(depth, a, b, c, c_stride);
+    case 3:
+      return MicroKernel<3>(depth, a, b, c, c_stride);
+    case 4:
+      return MicroKernel<4>(depth, a, b, c, c_stride);
+    case 5:
+      return MicroKernel<5>(depth, a, b, c, c_stride);
+    default:
+      return MicroKernel<6>(depth, a, b, c, c_stride);
   }
 }
 
