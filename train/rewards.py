@@ -180,7 +180,9 @@ def _imported(path: str) -> RewardFunction:
             f"reward {path!r}: module {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
-    functions = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+    functions: dict[str, Any] = {
+        n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")
+    }
     if function_name not in functions:
         raise ValueError(
             f"reward {path!r}: module {module_name!r} has no function {function_name!r}; it has "

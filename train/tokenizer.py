@@ -123,6 +123,8 @@ class HfTokenizer:
         pad_token: str = "<|endoftext|>",
         enable_thinking: bool = True,
     ):
+        if not stop_tokens:
+            raise ValueError("stop_tokens is empty: no completion could ever end")
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer.json in {folder}")
@@ -136,8 +138,6 @@ class HfTokenizer:
         self._enable_thinking = enable_thinking
         self._template = ChatTemplate.from_folder(folder)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        if not stop_tokens:
-            raise ValueError("stop_tokens is empty: no completion could ever end")
         self.stop_ids = tuple(self._id(token, "stop_tokens") for token in stop_tokens)
         self.pad_id = self._id(pad_token, "pad_token")
         self._unknown_ids = self.encode(_UNKNOWN)
