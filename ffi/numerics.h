@@ -119,13 +119,14 @@ JAXFP4_INLINE float E4m3ToFloat(uint8_t b) {
 
 // Nearest even, saturating at 6, the sign kept (so -0 gives code 8). v must not be NaN.
 JAXFP4_INLINE uint32_t E2m1FromFloat(float v) {
-  const float a = FromBits(Bits(v) & 0x7FFFFFFFu);
-  // A tie goes to the even code, so every second midpoint belongs to the code above it.
-  const uint32_t code = static_cast<uint32_t>(a > 0.25f) + static_cast<uint32_t>(a >= 0.75f) +
-                        static_cast<uint32_t>(a > 1.25f) + static_cast<uint32_t>(a >= 1.75f) +
-                        static_cast<uint32_t>(a > 2.5f) + static_cast<uint32_t>(a >= 3.5f) +
-                        static_cast<uint32_t>(a > 5.0f);
-  return code | (Bits(v) >> 31 << 3);
+  const float magnitude = FromBits(Bits(v) & 0x7FFFFFFFu);
+  const float a = magnitude < 6.0f ? magnitude : 6.0f;
+  const uint32_t u = Bits(a);
+  // As in e4m3: drop 22 of 23 mantissa bits and move the bias from 127 to 1; below 1 the spacing
+  // is 0.5, the last place of 2^22.
+  const uint32_t normal = ((u + 0x1FFFFFu + ((u >> 22) & 1u)) >> 22) - (126u << 1);
+  const uint32_t subnormal = Bits(Add(a, 4194304.0f)) - Bits(4194304.0f);
+  return (a < 1.0f ? subnormal : normal) | (Bits(v) >> 31 << 3);
 }
 
 // Exact.

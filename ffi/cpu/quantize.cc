@@ -14,14 +14,14 @@
 namespace jaxfp4::cpu {
 namespace {
 
-// One thread's buffers for a row.
+// One thread's buffers for a row. Block-wise values are 32 bits wide, so that loops vectorise.
 struct RowBuffers {
-  std::vector<float> values;       // [K], after the front, in fp32
-  std::vector<uint32_t> bmax;      // [K/16], magnitudes as bits
-  std::vector<float> block_enc;    // [K/16]
-  std::vector<uint8_t> sf;         // [K/16]
-  std::vector<uint8_t> code_mask;  // [K/16]: 0x0F, or 0 where every code of the block is 0
-  std::vector<uint8_t> codes;      // [K], one a byte
+  std::vector<float> values;        // [K], after the front, in fp32
+  std::vector<uint32_t> bmax;       // [K/16], magnitudes as bits
+  std::vector<float> block_enc;     // [K/16]
+  std::vector<uint32_t> sf;         // [K/16], e4m3 bytes
+  std::vector<uint32_t> code_mask;  // [K/16]: 0x0F, or 0 where every code of the block is 0
+  std::vector<uint8_t> codes;       // [K], one a byte
 
   void Resize(int64_t depth) {
     values.resize(depth);
@@ -66,16 +66,29 @@ void LoadRow(const QuantizeArgs& args, int64_t row, float* out) {
   }
 }
 
+typedef uint32_t Bits8 __attribute__((vector_size(32)));
+
+inline Bits8 Max(Bits8 a, Bits8 b) { return a > b ? a : b; }
+
+// Eight magnitudes as bits, a subnormal as zero.
+inline Bits8 Magnitudes8(const float* values) {
+  Bits8 bits;
+  memcpy(&bits, values, sizeof(bits));
+  bits &= 0x7FFFFFFFu;
+  return bits < 0x00800000u ? Bits8{} : bits;
+}
+
 // Fills bmax and returns the row's own amax, as bits.
 uint32_t BlockMaxima(int64_t depth, const float* values, uint32_t* bmax) {
   uint32_t amax = 0;
   for (int64_t b = 0; b < depth / kBlock; ++b) {
-    uint32_t largest = 0;
-    for (int i = 0; i < kBlock; ++i) {
-      largest = std::max(largest, Magnitude(values[b * kBlock + i]));
-    }
-    bmax[b] = largest;
-    amax = std::max(amax, largest);
+    const float* block = values + b * kBlock;
+    Bits8 largest = Max(Magnitudes8(block), Magnitudes8(block + 8));
+    largest = Max(largest, __builtin_shufflevector(largest, largest, 4, 5, 6, 7, 0, 1, 2, 3));
+    largest = Max(largest, __builtin_shufflevector(largest, largest, 2, 3, 0, 1, 6, 7, 4, 5));
+    largest = Max(largest, __builtin_shufflevector(largest, largest, 1, 0, 3, 2, 5, 4, 7, 6));
+    bmax[b] = largest[0];
+    amax = std::max(amax, bmax[b]);
   }
   return amax;
 }
@@ -102,13 +115,14 @@ uint8_t ChooseBlockScale(const float* values, float bmax, const RowScale& scale)
 }
 
 // Block scales and codes of a row whose values and bmax are in the buffers.
-void EncodeRow(const QuantizeArgs& args, const RowScale& scale, RowBuffers& buffers) {
+void EncodeRow(const QuantizeArgs& args, const RowScale& row_scale, RowBuffers& buffers) {
   const int64_t blocks = args.depth / kBlock;
-  const uint32_t* bmax = buffers.bmax.data();
-  const float* values = buffers.values.data();
-  uint8_t* sf = buffers.sf.data();
-  float* block_enc = buffers.block_enc.data();
-  uint8_t* code_mask = buffers.code_mask.data();
+  const RowScale scale = row_scale;
+  const float* __restrict values = buffers.values.data();
+  const uint32_t* __restrict bmax = buffers.bmax.data();
+  uint32_t* __restrict sf = buffers.sf.data();
+  float* __restrict block_enc = buffers.block_enc.data();
+  uint32_t* __restrict code_mask = buffers.code_mask.data();
   for (int64_t b = 0; b < blocks; ++b) {
     // A magnitude that is not finite is replaced below; 0 here keeps the conversions defined.
     const float largest = FromBits(bmax[b] < kInfBits ? bmax[b] : 0u);
@@ -121,45 +135,52 @@ void EncodeRow(const QuantizeArgs& args, const RowScale& scale, RowBuffers& buff
       }
     }
   }
+  const uint32_t first_nonfinite = scale.finite ? kInfBits : 0u;
   for (int64_t b = 0; b < blocks; ++b) {
-    const bool finite = scale.finite && bmax[b] < kInfBits;
-    const bool zero = !finite || sf[b] == 0;
-    block_enc[b] = zero ? 0.0f : BlockEncode(sf[b], scale.scale);
-    code_mask[b] = zero ? 0 : 0x0F;
+    // Where sf is 0 this is infinite and not used.
+    const float enc = BlockEncode(static_cast<uint8_t>(sf[b]), scale.scale);
+    const bool finite = bmax[b] < first_nonfinite;
+    const bool zero = (sf[b] == 0) | !finite;
+    block_enc[b] = zero ? 0.0f : enc;
+    code_mask[b] = zero ? 0u : 0x0Fu;
     sf[b] = finite ? sf[b] : kNanBlockScale;
   }
-  uint8_t* codes = buffers.codes.data();
+  uint8_t* __restrict codes = buffers.codes.data();
   for (int64_t b = 0; b < blocks; ++b) {
+    const float enc = block_enc[b];
+    const uint32_t mask = code_mask[b];
+    uint32_t block[kBlock];  // a loop of its own for each width, or the compiler takes the narrower
     for (int i = 0; i < kBlock; ++i) {
-      const uint32_t code = E2m1FromFloat(Mul(values[b * kBlock + i], block_enc[b]));
-      codes[b * kBlock + i] = static_cast<uint8_t>(code & code_mask[b]);
+      block[i] = E2m1FromFloat(Mul(values[b * kBlock + i], enc)) & mask;
     }
+    for (int i = 0; i < kBlock; ++i) codes[b * kBlock + i] = static_cast<uint8_t>(block[i]);
   }
 }
 
 void StoreRow(const QuantizeArgs& args, int64_t row, const RowBuffers& buffers) {
   const int64_t blocks = args.depth / kBlock;
-  const uint8_t* codes = buffers.codes.data();
+  const uint8_t* __restrict codes = buffers.codes.data();
   if (args.values != nullptr) {
-    uint16_t* out = args.values + row * args.depth;
+    uint16_t* __restrict out = args.values + row * args.depth;
     for (int64_t b = 0; b < blocks; ++b) {
-      const float sf = E4m3ToFloat(buffers.sf[b]);
+      const float sf = E4m3ToFloat(static_cast<uint8_t>(buffers.sf[b]));
       for (int i = 0; i < kBlock; ++i) {
         out[b * kBlock + i] = FloatToBf16(Mul(E2m1ToFloat(codes[b * kBlock + i]), sf));
       }
     }
     return;
   }
-  uint8_t* out = args.codes + row * (args.depth / 2);
+  uint8_t* __restrict out = args.codes + row * (args.depth / 2);
   for (int64_t i = 0; i < args.depth / 2; ++i) {
-    out[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
-  }
-  if (args.row_slots == nullptr) {
-    memcpy(args.block_scales + row * blocks, buffers.sf.data(), blocks);
-    return;
+    uint16_t pair;  // the even code in the low byte
+    memcpy(&pair, codes + 2 * i, sizeof(pair));
+    out[i] = static_cast<uint8_t>(pair | pair >> 4);
   }
   for (int64_t b = 0; b < blocks; ++b) {
-    args.block_scales[TiledScaleOffset(args.row_slots[row], b, blocks)] = buffers.sf[b];
+    const int64_t offset = args.row_slots == nullptr
+                               ? row * blocks + b
+                               : TiledScaleOffset(args.row_slots[row], b, blocks);
+    args.block_scales[offset] = static_cast<uint8_t>(buffers.sf[b]);
   }
 }
 
