@@ -35,8 +35,12 @@ _ROW_PARTIALS = 32
 
 
 def _flush(x: Array) -> Array:
-    """fp32 with subnormals replaced by the zero of their sign."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    """x as fp32 with subnormals replaced by the zero of their sign."""
+    values = x.astype(jnp.float32)
+    if x.dtype == jnp.bfloat16:
+        # XLA may have dropped the rounding that made x; this one it keeps.
+        values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
     subnormal = (bits & np.uint32(0x7F800000)) == 0
     bits = jnp.where(subnormal, bits & np.uint32(0x80000000), bits)
     return lax.bitcast_convert_type(bits, jnp.float32)

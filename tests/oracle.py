@@ -50,7 +50,7 @@ class Product(NamedTuple):
 
 def float32(x: np.ndarray) -> np.ndarray:
     """A float32 or bfloat16 array as float32; a bfloat16 is the upper half of a float32."""
-    x = np.ascontiguousarray(x)
+    x = np.asarray(x, order="C")
     if x.dtype == np.float32:
         return x
     if x.dtype != ml_dtypes.bfloat16:
@@ -60,7 +60,7 @@ def float32(x: np.ndarray) -> np.ndarray:
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
     """Round float32 to bfloat16: nearest, ties to even, NaN stays NaN."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32, order="C").view(np.uint32)
     upper, lower = bits >> np.uint32(16), bits & np.uint32(0xFFFF)
     up = (lower > 0x8000) | ((lower == 0x8000) & ((upper & np.uint32(1)) == 1))
     is_nan = (bits & MAGNITUDE) > INFINITY
@@ -75,7 +75,7 @@ def round_like(x: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 def flush(x: np.ndarray) -> np.ndarray:
     """float32 with every subnormal replaced by the zero of its sign."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32, order="C").view(np.uint32)
     small = (bits & MAGNITUDE) < SMALLEST_NORMAL
     return np.where(small, bits & SIGN, bits).view(np.float32)
 
@@ -126,14 +126,14 @@ E4M3_VALUES = np.concatenate([E4M3_VALUES, -E4M3_VALUES])
 
 def encode_e2m1(x: np.ndarray) -> np.ndarray:
     """4-bit codes of float32 values (not NaN), saturating at 6; the sign is bit 3."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32, order="C").view(np.uint32)
     sign = (bits >> np.uint32(28)).astype(np.uint8) & np.uint8(8)
     return encode_minifloat(bits & MAGNITUDE, 2, 1, largest_code=7) | sign
 
 
 def encode_e4m3(x: np.ndarray) -> np.ndarray:
     """8-bit codes of nonnegative float32 values (not NaN), saturating at 448."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32, order="C").view(np.uint32)
     return encode_minifloat(bits & MAGNITUDE, 4, 3, largest_code=0x7E)
 
 
