@@ -17,7 +17,15 @@
   X(matmul_dx)                     \
   X(grouped_matmul_dx)             \
   X(matmul_dw)                     \
-  X(grouped_matmul_dw)
+  X(grouped_matmul_dw)             \
+  X(rmsnorm)                       \
+  X(swiglu)                        \
+  X(qk_norm_rope)                  \
+  X(router_topk)                   \
+  X(combine_experts)               \
+  X(combine_experts_grad)          \
+  X(attention)                     \
+  X(attention_grad)
 
 #define JAXFP4_DECLARE_CPU_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cpu_##name);
 JAXFP4_FOR_EACH_HANDLER(JAXFP4_DECLARE_CPU_HANDLER)
