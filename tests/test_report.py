@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from train import charts
 from train.metrics import MetricsWriter
+from train.plotting import STYLE, label_ends
 from train.report import headline, warnings, write_report
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -157,7 +158,7 @@ def test_headline_and_warnings():
 def drawn(chart_file, records):
     """Axes with a chart on them, its subtitle, and all of its text."""
     chart = next(c for c in charts.CHARTS if c.file == chart_file)
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(STYLE):
         ax = Figure().subplots()
         subtitle, ends = chart.draw(ax, records)
     texts = [t.get_text() for t in ax.texts] + [text for _, text, _ in ends]
@@ -194,7 +195,7 @@ def test_curves_show_the_records():
 def test_labels_do_not_touch():
     ax = Figure().subplots()
     ax.set_ylim(0, 1)
-    charts._label_ends(ax, [(0.5, "a", "k"), (0.5, "b", "k"), (0.49, "c", "k"), (1.0, "d", "k")])
+    label_ends(ax, [(0.5, "a", "k"), (0.5, "b", "k"), (0.49, "c", "k"), (1.0, "d", "k")])
     heights = {text.get_text(): text.get_position()[1] for text in ax.texts}
     assert heights["c"] < heights["a"] < heights["b"] < heights["d"] <= 1.0
     assert np.diff(sorted(heights.values())).min() > 0.08

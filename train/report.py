@@ -8,7 +8,6 @@ with `summary.png` (reward, held-out accuracy and log-prob gap in one row).
 import base64
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from train.metrics import (
     VERSIONS_FILE,
     read_records,
 )
+from train.plotting import Records, series
 
 REPORT_FOLDER = "report"
 PAGE = "index.html"
 SUMMARY_PICTURE = "summary.png"
 TEMPLATE = Path(__file__).with_name("report_page.html")
 
-Records = Sequence[dict[str, float]]
 Table = dict[str, str]
 
 
@@ -89,26 +88,26 @@ def write_report(run: Path) -> Path:
 def headline(steps: Records, evaluations: Records) -> list[tuple[str, str, str]]:
     """The main results as (label, value, detail)."""
     found = [("Steps", f"{steps[-1]['step']:,.0f}", _duration(steps))]
-    _, rewards = charts.series(steps, "reward/mean")
+    _, rewards = series(steps, "reward/mean")
     rewards = rewards[np.isfinite(rewards)]
     if rewards.size:
         n = min(10, len(rewards))
         change = f"{rewards[:n].mean():.2f} → {rewards[-n:].mean():.2f}"
         found.append(("Reward", change, f"mean of the first and last {n} steps"))
-    at, accuracy = charts.series(evaluations, "evaluation/accuracy")
+    at, accuracy = series(evaluations, "evaluation/accuracy")
     if len(accuracy) > 1:
         change = f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"
         found.append(("Held-out accuracy", change, f"before, and after {at[-1]:.0f} steps"))
     elif len(accuracy):
         found.append(("Held-out accuracy", f"{accuracy[0]:.1%}", f"after {at[0]:.0f} steps"))
-    _, gap = charts.series(steps, "gap/max_abs")
+    _, gap = series(steps, "gap/max_abs")
     if gap.size:
         detail = f"largest over {len(gap)} steps, in nats"
         if np.all(gap == 0.0):
             found.append(("Log-prob gap", "exactly 0", detail))
         elif np.isfinite(gap).any():
             found.append(("Log-prob gap", f"{np.nanmax(gap):.1e}", detail))
-    _, speed = charts.series(steps, "time/tokens_per_second")
+    _, speed = series(steps, "time/tokens_per_second")
     speed = speed[np.isfinite(speed)]
     if speed.size:
         found.append(("Throughput", f"{np.median(speed):,.0f} tokens/s", "median of the steps"))
@@ -116,7 +115,7 @@ def headline(steps: Records, evaluations: Records) -> list[tuple[str, str, str]]
 
 
 def _duration(steps: Records) -> str:
-    _, times = charts.series(steps, "time/step")
+    _, times = series(steps, "time/step")
     if not times.size or not np.isfinite(times).all():
         return ""
     minutes, seconds = divmod(round(times.sum()), 60)
