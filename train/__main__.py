@@ -1,0 +1,5 @@
+"""Entry point of `python -m train`."""
+
+from train.main import main
+
+main()
