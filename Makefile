@@ -1,0 +1,41 @@
+# The commands of the project. Each makes .venv first, or again after a change that needs it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+CXX_SOURCES := CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc')
+
+.PHONY: train test lint venv clean
+
+train: venv
+	$(BIN)/python -m train tiny
+
+# Two workers, whose own arrays are small: NumPy's threads would only get in each other's way.
+test: venv
+	build/editable/numerics_test
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2
+
+lint: .venv/lint-installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run --Werror $(filter ffi/%,$(CXX_SOURCES))
+
+venv: .venv/installed
+
+# Builds the compiled module too, into jaxfp4/, and the C++ test, into build/editable/.
+.venv/installed: .venv/made pyproject.toml $(CXX_SOURCES)
+	$(BIN)/pip install --editable '.[train,test]'
+	touch $@
+
+# Asks for an extra of what is installed already: the linters alone are added.
+.venv/lint-installed: .venv/installed
+	$(BIN)/pip install 'jaxfp4[lint]'
+	touch $@
+
+.venv/made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+clean:
+	rm -rf .venv build jaxfp4/_custom_calls*.so
