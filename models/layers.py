@@ -1,7 +1,8 @@
 """The attention and the dense MLP of a decoder block.
 
-    x += o_proj(attention(rope(q_norm(q)), rope(k_norm(k)), v)),  [q; k; v] = qkv_proj(rmsnorm(x))
-    x += down_proj(silu(gate) * up),                              [gate; up] = gate_up_proj(rmsnorm(x))
+    x += o_proj(attention(rope(q_norm(q)), rope(k_norm(k)), v)),
+                                           [q; k; v] = qkv_proj(rmsnorm(x))
+    x += down_proj(silu(gate) * up),       [gate; up] = gate_up_proj(rmsnorm(x))
 
 q, k, v are one matrix and gate, up another, each with one scale when quantised. Both norms are
 fused in front of the products that follow, and SwiGLU in front of the down projection.
