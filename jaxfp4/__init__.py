@@ -7,6 +7,9 @@ from jaxfp4.layers import GroupedLinear, Linear
 from jaxfp4.linear import linear, prepare
 from jaxfp4.policy import NVFP4, UNQUANTIZED, Policy, Quantizer, Recipe, Rule
 from jaxfp4.quantize import quantize
+from jaxfp4.routing import combine_experts, router_topk
+from jaxfp4.rowwise import qk_norm_rope, residual_add, rmsnorm, swiglu
+from jaxfp4.statistics import statistics
 
 __all__ = [
     "NVFP4",
@@ -20,8 +23,15 @@ __all__ = [
     "Recipe",
     "Rule",
     "SwiGLU",
+    "combine_experts",
     "grouped_linear",
     "linear",
     "prepare",
+    "qk_norm_rope",
     "quantize",
+    "residual_add",
+    "rmsnorm",
+    "router_topk",
+    "statistics",
+    "swiglu",
 ]

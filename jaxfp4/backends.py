@@ -24,7 +24,7 @@ Implementation = Literal["custom_call", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What a linear layer computes with; the signatures are those of quantize.py and products.py."""
+    """What a linear layer computes with; see quantize.py and products.py."""
 
     apply_front: Callable[[Front | None, jax.Array], jax.Array]
     quantize_rows: Callable[..., Fp4Array]

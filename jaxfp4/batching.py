@@ -39,13 +39,22 @@ def over_rows(function: Callable[..., Any], shared: Sequence[int] = ()) -> Calla
     return run
 
 
-def fold(size: int, batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Operands [B, rows, ...], or [rows, ...] where not batched, as [B * rows, ...]."""
-    whole = [
+def broadcast(size: int, batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Operands [B, ...], those that are not batched repeated for every element of the batch."""
+    return [
         operand if is_batched else jnp.broadcast_to(operand, (size, *operand.shape))
         for operand, is_batched in zip(operands, batched, strict=True)
     ]
-    return [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in whole]
+
+
+def merge(x: jax.Array) -> jax.Array:
+    """x [B, rows, ...] as [B * rows, ...]."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def fold(size: int, batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Operands [B, rows, ...], or [rows, ...] where not batched, as [B * rows, ...]."""
+    return [merge(x) for x in broadcast(size, batched, operands)]
 
 
 def unfold(size: int, results: Any) -> Any:

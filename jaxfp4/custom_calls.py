@@ -55,7 +55,5 @@ def call(
     """
     arrays = match_varying(operands)
     axes = jax.typeof(arrays[0]).manual_axis_type
-    types = [
-        jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in results
-    ]
+    types = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in results]
     return jax.ffi.ffi_call(f"jaxfp4_{name}", types)(*arrays, **attributes)

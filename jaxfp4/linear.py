@@ -24,6 +24,7 @@ from jaxfp4.fronts import Front, quantized_width
 from jaxfp4.policy import NVFP4, UNQUANTIZED, Recipe
 from jaxfp4.quantize import check_quantizable, quantize
 
+
 def linear(
     x: jax.Array,
     w: jax.Array,
@@ -78,7 +79,7 @@ def prepare(w: jax.Array, recipe: Recipe) -> Fp4Array | None:
 
 
 def quantize_weight(w: jax.Array, recipe: Recipe, backend: Backend) -> Fp4Array:
-    """prepare(w, recipe) of [N, K] or [G, N, K] by a backend, for a weight that comes unprepared."""
+    """prepare(w, recipe) of [N, K] or [G, N, K] by a backend, for an unprepared weight."""
     assert recipe.weight is not None
     rows_per_scale = 1 if recipe.weight.scope == "row" else w.shape[-2]
     q = backend.quantize_rows(

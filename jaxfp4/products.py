@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfp4.array import Fp4Array
+from jaxfp4.batching import broadcast, merge, unfold
 from jaxfp4.custom_calls import absent, call, match_varying
 
 Operand = jax.Array | Fp4Array
@@ -39,11 +40,10 @@ def _flat(operand: Operand) -> tuple[jax.Array, ...]:
     return (operand,)
 
 
-def _broadcast(size: int, batched: Any, operands: Any) -> list[jax.Array]:
-    return [
-        operand if is_batched else jnp.broadcast_to(operand, (size, *operand.shape))
-        for operand, is_batched in zip(operands, batched, strict=True)
-    ]
+def _per_row(parts: list[jax.Array], rows: int) -> list[jax.Array]:
+    """[B, ...] parts of an Fp4Array with one scale a row: elements of a batch differ in theirs."""
+    *values, scale = parts
+    return [*values, jnp.broadcast_to(scale, (scale.shape[0], rows))] if values else parts
 
 
 def matmul(a: Operand, b: Operand, dtype: Any) -> jax.Array:
@@ -69,21 +69,13 @@ def _matmul(quantized: bool, dtype: Any) -> Any:
     def batch(size, batched, *operands):
         a, b = operands[:parts], operands[parts:]
         m, n = a[0].shape[-2], b[0].shape[-2]
+        a = [merge(part) for part in _per_row(broadcast(size, batched[:parts], a), m)]
         if any(batched[parts:]):
-            a, b = _broadcast(size, batched[:parts], a), _broadcast(size, batched[parts:], b)
-            if quantized:
-                # One scale for all of a becomes one a row: the groups' scales differ.
-                a[2] = jnp.broadcast_to(a[2], (size, m)) if a[2].shape[1] == 1 else a[2]
-                a[2], b[2] = a[2].reshape(-1), b[2].reshape(-1)
-            a = [part.reshape(-1, part.shape[-1]) if part.ndim == 3 else part for part in a]
+            *values, last = broadcast(size, batched[parts:], b)
+            b = [*values, last.reshape(-1) if quantized else last]
             sizes = jnp.full((size,), m, jnp.int32)
             y = _grouped_matmul(quantized, dtype)(*match_varying(*a, *b, sizes))
         else:
-            a = _broadcast(size, batched[:parts], a)
-            if quantized:
-                a[2] = jnp.broadcast_to(a[2], (size, m)) if a[2].shape[1] == 1 else a[2]
-                a[2] = a[2].reshape(-1)
-            a = [part.reshape(-1, part.shape[-1]) if part.ndim == 3 else part for part in a]
             y = run(*a, *b)
         return y.reshape(size, m, n), True
 
@@ -112,16 +104,12 @@ def _grouped_matmul(quantized: bool, dtype: Any) -> Any:
 
     @run.def_vmap
     def batch(size, batched, *operands):
-        operands = _broadcast(size, batched, operands)
+        operands = broadcast(size, batched, operands)
         a, b, sizes = operands[:parts], operands[parts:-1], operands[-1]
         m = a[0].shape[1]
-        if quantized:
-            a[2] = jnp.broadcast_to(a[2], (size, m)) if a[2].shape[1] == 1 else a[2]
-            a[2], b[2] = a[2].reshape(-1), b[2].reshape(-1)
-        a = [part.reshape(-1, part.shape[-1]) if part.ndim == 3 else part for part in a]
-        b = [part.reshape(-1, *part.shape[2:]) if part.ndim == 4 else part for part in b]
-        y = run(*a, *b, _whole_groups(sizes, m))
-        return _zero_unused(y.reshape(size, m, -1), sizes), True
+        a = [merge(part) for part in _per_row(a, m)]
+        y = run(*a, *map(merge, b), _whole_groups(sizes, m))
+        return _zero_unused(unfold(size, y), sizes), True
 
     return run
 
@@ -152,11 +140,10 @@ def _matmul_dx(dtype: Any) -> Any:
     @run.def_vmap
     def batch(size, batched, g, w):
         if not batched[1]:
-            return run(g.reshape(-1, g.shape[-1]), w).reshape(size, -1, w.shape[1]), True
-        g, w = _broadcast(size, batched, (g, w))
+            return unfold(size, run(merge(g), w)), True
+        g, w = broadcast(size, batched, (g, w))
         sizes = jnp.full((size,), g.shape[1], jnp.int32)
-        dx = grouped_matmul_dx(g.reshape(-1, g.shape[-1]), w, sizes, dtype)
-        return dx.reshape(size, -1, w.shape[-1]), True
+        return unfold(size, grouped_matmul_dx(merge(g), w, sizes, dtype)), True
 
     return run
 
@@ -175,12 +162,10 @@ def _grouped_matmul_dx(dtype: Any) -> Any:
 
     @run.def_vmap
     def batch(size, batched, g, w, sizes):
-        g, w, sizes = _broadcast(size, batched, (g, w, sizes))
+        g, w, sizes = broadcast(size, batched, (g, w, sizes))
         m = g.shape[1]
-        dx = run(
-            g.reshape(-1, g.shape[-1]), w.reshape(-1, *w.shape[2:]), _whole_groups(sizes, m)
-        )
-        return _zero_unused(dx.reshape(size, m, -1), sizes), True
+        dx = run(merge(g), merge(w), _whole_groups(sizes, m))
+        return _zero_unused(unfold(size, dx), sizes), True
 
     return run
 
@@ -198,11 +183,9 @@ def _matmul_dw(dtype: Any) -> Any:
 
     @run.def_vmap
     def batch(size, batched, g, x):
-        g, x = _broadcast(size, batched, (g, x))
+        g, x = broadcast(size, batched, (g, x))
         sizes = jnp.full((size,), g.shape[1], jnp.int32)
-        return grouped_matmul_dw(
-            g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), sizes, dtype
-        ), True
+        return grouped_matmul_dw(merge(g), merge(x), sizes, dtype), True
 
     return run
 
@@ -222,14 +205,10 @@ def _grouped_matmul_dw(dtype: Any) -> Any:
 
     @run.def_vmap
     def batch(size, batched, g, x, sizes):
-        g, x, sizes = _broadcast(size, batched, (g, x, sizes))
+        g, x, sizes = broadcast(size, batched, (g, x, sizes))
         # An element's unused rows would fall into its last group: they add zeros there.
         g, x = _zero_unused(g, sizes), _zero_unused(x, sizes)
-        dw = run(
-            g.reshape(-1, g.shape[-1]),
-            x.reshape(-1, x.shape[-1]),
-            _whole_groups(sizes, g.shape[1]),
-        )
-        return dw.reshape(size, -1, *dw.shape[1:]), True
+        dw = run(merge(g), merge(x), _whole_groups(sizes, g.shape[1]))
+        return unfold(size, dw), True
 
     return run

@@ -24,6 +24,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jaxfp4.array import Fp4Array
+from jaxfp4.batching import broadcast, loop, merge, unfold
 from jaxfp4.custom_calls import absent, call, match_varying
 from jaxfp4.format import BLOCK
 from jaxfp4.fronts import Front, RMSNorm, SwiGLU
@@ -163,12 +164,10 @@ def _quantize_call(
         # the gathered rows and the number of rows in use, becomes one gather with -1 for a row
         # that is not to be read.
         if batched[1]:
-            return _loop(run, batched, (x, front_weight, rows, amax, group_sizes)), (True,) * 3
-        x, rows, amax, group_sizes = (
-            value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
-            for value, is_batched in zip(
-                (x, rows, amax, group_sizes), batched[:1] + batched[2:], strict=True
-            )
+            operands = (x, front_weight, rows, amax, group_sizes)
+            return loop(run, batched, operands), (True,) * 3
+        x, rows, amax, group_sizes = broadcast(
+            size, [batched[0], *batched[2:]], (x, rows, amax, group_sizes)
         )
         x_rows = x.shape[1]
         if rows.shape[1] or group_sizes.shape[1]:
@@ -179,29 +178,7 @@ def _quantize_call(
                 outside |= jnp.arange(index.shape[1]) >= used
             first = jnp.arange(size, dtype=jnp.int32)[:, None] * x_rows
             rows = jnp.where(outside, -1, index + first).astype(jnp.int32)
-        outputs = run(
-            x.reshape(-1, x.shape[-1]),
-            front_weight,
-            rows.reshape(-1),
-            amax.reshape(-1),
-            absent(jnp.int32),
-        )
-        outputs = tuple(out.reshape(size, -1, *out.shape[1:]) for out in outputs)
-        return outputs, (True,) * 3
+        outputs = run(merge(x), front_weight, merge(rows), merge(amax), absent(jnp.int32))
+        return unfold(size, outputs), (True,) * 3
 
     return run
-
-
-def _loop(function: Any, batched: list[bool], operands: tuple[jax.Array, ...]) -> Any:
-    """function over the batch one element at a time, for what does not fold."""
-    mapped = [o for o, is_batched in zip(operands, batched, strict=True) if is_batched]
-
-    def one(values):
-        values = iter(values)
-        chosen = [
-            next(values) if is_batched else operand
-            for operand, is_batched in zip(operands, batched, strict=True)
-        ]
-        return function(*chosen)
-
-    return jax.lax.map(one, mapped)
