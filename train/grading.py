@@ -7,7 +7,9 @@ a library may start programs or write files for some input that nobody has thoug
 * Each grader runs in a process of its own, started fresh (`spawn`: a forked copy of a process with
   JAX's threads can deadlock). It imports its libraries once and then serves tasks.
 * A task that takes longer than the time limit costs its process, which is killed and replaced;
-  the task scores 0. One that hangs costs nobody else anything.
+  the task scores 0. One that hangs costs nobody else anything. The limit is on CPU time, kept by
+  the kernel, so that no score depends on what else the machine does; a task that only waits is
+  ended after ten times as long.
 * The process may not use more memory than its limit, start programs, open sockets, or change
   files. Input above a size is refused before it is sent.
 * Every such end is counted: `GraderPool.counts`.
@@ -39,7 +41,8 @@ OUTCOMES: tuple[str, ...] = ("graded", "timeout", "too_long", "crash", "error")
 """How a task can end: graded; killed at the time limit; refused for its size; its process died;
 the grader raised an exception. All but the first score 0."""
 
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 300.0
+_WAITING_FACTOR = 10.0
 _MEMORY_LIMIT_BYTES = 4 << 30
 
 # Starting and reaping children is not thread-safe in multiprocessing.
@@ -52,8 +55,8 @@ class GraderPool:
     Args:
       grader: dotted path of a function `grade(response: str, *arguments) -> float`.
       workers: number of processes.
-      time_limit_s: seconds for one task. A batch of n tasks ends within
-        n * (time_limit_s + the grader's start) / workers, whatever the tasks are.
+      time_limit_s: CPU seconds for one task. Hanging answers cost a batch this time each, and
+        the start of another process, divided by `workers`.
       max_chars: longer responses are refused.
 
     Raises:
@@ -161,15 +164,17 @@ class _Worker:
         self.wait_until_ready()
         try:
             self._connection.send(task)
-            if self._connection.poll(self._time_limit_s):
+            if self._connection.poll(_WAITING_FACTOR * self._time_limit_s):
                 score, problem = self._connection.recv()
                 if problem is not None:
                     _log.warning("grader %s: %s", self._grader, problem)
                     return "error", 0.0
                 return "graded", score
             outcome = "timeout"
-        except (EOFError, OSError):
-            outcome = "crash"
+        except (EOFError, OSError):  # its process is gone
+            with _process_lock:
+                self._process.join(10.0)
+            outcome = "timeout" if self._process.exitcode == -signal.SIGPROF else "crash"
         self.stop()
         self._start()
         return outcome, 0.0
@@ -203,17 +208,17 @@ def _serve(connection: Connection, grader: str, time_limit_s: float) -> None:
             task = connection.recv()
         except EOFError:
             return
-        # Should the trainer be killed meanwhile, the kernel ends a hanging grader: the default
-        # action of this signal needs no Python code to run.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s)
+        # The default action of SIGPROF ends the process: no Python code has to run for it, and it
+        # works as well when the trainer has been killed meanwhile.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, time_limit_s)
         try:
             score, problem = float(function(*task)), None
             if not math.isfinite(score):
                 score, problem = 0.0, f"the score is {score}"
         except Exception as error:
             score, problem = 0.0, f"{type(error).__name__}: {error}"[:500]
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send((score, problem))
 
 
