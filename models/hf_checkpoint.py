@@ -11,7 +11,7 @@ Left out: tokenizer files and generation settings, which are not the model's.
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ _FLOATS = ("F32", "F16", "BF16")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 Experts = Literal["single", "fused"]
+PathParts = tuple[Any, ...]  # of a parameter in the model's state, as nnx gives it
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Part:
     """Where one tensor of a checkpoint lies in the model: parameter[index]."""
 
     name: str
-    parameter: tuple[str, ...]
+    parameter: PathParts
     index: tuple[int | slice, ...]
 
 
@@ -226,7 +227,7 @@ def _moe_parts(config: Qwen3Config, place: int, layer: int, experts: Experts) ->
     return parts
 
 
-def _parameters(model: Qwen3 | nnx.State) -> dict[tuple[str, ...], jax.Array]:
+def _parameters(model: Qwen3 | nnx.State) -> dict[PathParts, jax.Array]:
     state = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
     return {path: variable[...] for path, variable in nnx.to_flat_state(state)}
 
@@ -238,7 +239,7 @@ def _shape(shape: tuple[int, ...], index: tuple[int | slice, ...]) -> tuple[int,
 
 def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor in a folder, by the tensor's name."""
-    indexed: dict[str, str] | None = None
+    indexed: dict[str, str] = {}
     files = [_SINGLE]
     if (path / _INDEX).exists():
         if (path / _SINGLE).exists():
@@ -258,7 +259,7 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     repeated = sorted(name for name, times in count.items() if times > 1)
     if repeated:
         raise CheckpointError(f"{path}: tensors in more than one file: {', '.join(repeated)}")
-    if indexed is not None and set(indexed) != set(tensors):
+    if indexed and set(indexed) != set(tensors):
         raise CheckpointError(
             f"{path}: {_INDEX} and its files disagree about the tensors "
             f"{', '.join(sorted(set(indexed) ^ set(tensors)))}"
@@ -270,7 +271,7 @@ def _check_tensors(
     config: Qwen3Config,
     parts: list[Part],
     tensors: dict[str, Any],
-    parameters: dict[tuple[str, ...], Any],
+    parameters: Mapping[PathParts, Any],
 ) -> None:
     """Raises CheckpointError unless the tensors fill every parameter exactly once."""
     expected = {part.name: part for part in parts}

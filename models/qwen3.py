@@ -73,10 +73,10 @@ class Run(NamedTuple):
     recipes: LayerRecipes
 
 
-def layer_names(config: Qwen3Config, layer: int) -> LayerRecipes:
+def layer_names(config: Qwen3Config, layer: int) -> tuple[str, str, str, str]:
     """The names that a `jaxfp4.Policy` matches for the four products of a layer."""
     mlp = "mlp.experts" if config.is_moe(layer) else "mlp"
-    return LayerRecipes(
+    return (
         f"layers.{layer}.self_attn.qkv_proj",
         f"layers.{layer}.self_attn.o_proj",
         f"layers.{layer}.{mlp}.gate_up_proj",

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwen3_oracle
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from tiny_models import DENSE, MOE, build, parameters
+from tiny_models import CONFIGS, DENSE, MOE, build, parameters, sequences
 
 import jaxfp4
 from models import Qwen3, Qwen3Config, load_hf, save_hf
@@ -161,20 +162,35 @@ def test_written_back_files_hold_the_same_tensors(shared_data, tmp_path, experts
         save_hf(model, tmp_path)
 
 
-def test_written_back_files_load_in_transformers(shared_data, tmp_path):
+def transformers_logits(folder, tokens):
+    """What transformers computes from a checkpoint in fp32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    for name in (*TINY, "moe-fused"):
-        source = shared_data / "hf-tiny" / name
-        model = load_fp32(source)
-        save_hf(model, tmp_path / name, dtype=jnp.float32)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / name, dtype=torch.float32, attn_implementation="eager"
-        )
-        reference = load_file(source.parent / name.removesuffix("-fused") / "reference.safetensors")
-        with torch.no_grad():
-            logits = theirs(torch.from_numpy(reference["input_ids"])).logits.numpy()
-        np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
+
+
+@pytest.mark.parametrize("name", [*TINY, "moe-fused"])
+def test_written_back_files_load_in_transformers(shared_data, tmp_path, name):
+    source = shared_data / "hf-tiny" / name
+    save_hf(load_fp32(source), tmp_path)
+    reference = load_file(source.parent / name.removesuffix("-fused") / "reference.safetensors")
+    logits = transformers_logits(tmp_path, reference["input_ids"])
+    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_computes_what_the_oracle_does(tmp_path, name):
+    config = CONFIGS[name]
+    model = build(config, POLICY)
+    save_hf(model, tmp_path, dtype=jnp.float32)
+    (tokens,) = sequences([13])
+    expected = qwen3_oracle.logits(config, parameters(model, config), tokens)
+    logits = transformers_logits(tmp_path, tokens[None])[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])

@@ -9,26 +9,12 @@ import numpy as np
 import pytest
 import qwen3_oracle
 from flax import nnx
-from tiny_models import DENSE, MOE, Batch, build, parameters, sequences
+from tiny_models import CONFIGS, MIXED, MOE, ODD_HEADS, Batch, build, parameters, sequences
 
 import jaxfp4
 from models import Qwen3Config
 
-# Hidden size 40, not a multiple of the 4 heads of 16: nothing may derive one from the other.
-ODD_HEADS = dataclasses.replace(DENSE, hidden_size=40, head_dim=16)
-QWEN2 = dataclasses.replace(DENSE, head_dim=16, qk_norm=False, qkv_bias=True)
-MIXED = dataclasses.replace(
-    MOE, num_hidden_layers=4, mlp_only_layers=(3,), decoder_sparse_step=2, norm_topk_prob=False
-)
 BATCH = Batch(sequences([9, 12, 1]), left=[3, 0, 5], slots=12)
-CONFIGS = {
-    "head_dim": ODD_HEADS,
-    "tied": dataclasses.replace(ODD_HEADS, tie_word_embeddings=True),
-    "qwen2": QWEN2,
-    "moe": MOE,
-    "moe unnormalised": dataclasses.replace(MOE, norm_topk_prob=False),
-    "moe mixed with dense": MIXED,
-}
 
 
 @functools.partial(jax.jit, static_argnums=0)

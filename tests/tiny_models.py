@@ -24,6 +24,20 @@ DENSE = Qwen3Config(
 MOE = dataclasses.replace(
     DENSE, num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32
 )
+# Hidden size 40, not a multiple of the 4 heads of 16: nothing may derive one from the other.
+ODD_HEADS = dataclasses.replace(DENSE, hidden_size=40, head_dim=16)
+QWEN2 = dataclasses.replace(DENSE, head_dim=16, qk_norm=False, qkv_bias=True)
+MIXED = dataclasses.replace(
+    MOE, num_hidden_layers=4, mlp_only_layers=(3,), decoder_sparse_step=2, norm_topk_prob=False
+)
+CONFIGS = {
+    "head_dim": ODD_HEADS,
+    "tied": dataclasses.replace(ODD_HEADS, tie_word_embeddings=True),
+    "qwen2": QWEN2,
+    "moe": MOE,
+    "moe unnormalised": dataclasses.replace(MOE, norm_topk_prob=False),
+    "moe mixed with dense": MIXED,
+}
 
 
 def build(config: Qwen3Config, policy: jaxfp4.Policy, **options) -> Qwen3:
