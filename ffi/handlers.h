@@ -25,7 +25,9 @@
   X(combine_experts)               \
   X(combine_experts_grad)          \
   X(attention)                     \
-  X(attention_grad)
+  X(attention_grad)                \
+  X(token_logprob)                 \
+  X(logits_logprob)
 
 #define JAXFP4_DECLARE_CPU_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cpu_##name);
 JAXFP4_FOR_EACH_HANDLER(JAXFP4_DECLARE_CPU_HANDLER)
