@@ -36,6 +36,13 @@ def test_quantize_equals_the_oracle(name, dtype, options):
     assert actual[1].dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("scope", ["row", "tensor"])
+@pytest.mark.parametrize("shape", [(0, 32), (3, 5, 16)])
+def test_small_shapes_equal_the_oracle(shape, scope):
+    x = np.ones(shape, np.float32)
+    assert_same_bytes(quantize(Options(scope))(x), tuple(oracle.quantize(x, scope)))
+
+
 @every_dtype
 @pytest.mark.parametrize("scope", ["row", "tensor"])
 def test_dequantize_equals_the_oracle(dtype, scope):
