@@ -8,12 +8,13 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
-from tyro.conf import AvoidSubcommands, Positional, SuppressFixed, subcommand
+from tyro.conf import AvoidSubcommands, Positional, SuppressFixed, arg, subcommand
 
 from train import recipes
 from train.checkpoint import CheckpointFolder
@@ -48,30 +49,36 @@ class Report:
     """The run's folder."""
 
 
-_TINY = subcommand("tiny", default=recipes.tiny(), description=recipes.tiny.__doc__)
-_QWEN3_4B = subcommand("qwen3-4b", default=recipes.qwen3_4b(), description=recipes.qwen3_4b.__doc__)
-_QWEN3_30B_A3B = subcommand(
-    "qwen3-30b-a3b", default=recipes.qwen3_30b_a3b(), description=recipes.qwen3_30b_a3b.__doc__
-)
-Command = (
-    Annotated[Run, _TINY]
-    | Annotated[Run, _QWEN3_4B]
-    | Annotated[Run, _QWEN3_30B_A3B]
-    | Annotated[Resume, subcommand("resume")]
-    | Annotated[Report, subcommand("report")]
-)
+def _recipe(recipe: Callable[[], Run]) -> Any:
+    """The recipe as a subcommand: its values are the defaults of the options."""
+    run = recipe()
+    return Annotated[Run, subcommand(run.name, default=run, description=recipe.__doc__)]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What to do."""
+
+    command: Annotated[
+        _recipe(recipes.tiny)
+        | _recipe(recipes.qwen3_4b)
+        | _recipe(recipes.qwen3_30b_a3b)
+        | Annotated[Resume, subcommand("resume")]
+        | Annotated[Report, subcommand("report")],
+        arg(name=""),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line; `arguments` default to those of the process."""
     try:
         command = tyro.cli(
-            Command,  # pyright: ignore[reportArgumentType]  # a union is a type to tyro
+            CommandLine,
             prog="python -m train",
             description=__doc__,
             args=arguments,
             config=(AvoidSubcommands, SuppressFixed),
-        )
+        ).command
         if isinstance(command, Run):
             start(command)
         elif isinstance(command, Resume):

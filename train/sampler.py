@@ -83,8 +83,17 @@ class Sampler:
                 f"keys has shape {keys.shape}: {tokens.shape[0]} prompts with group_size="
                 f"{group_size} need ({tokens.shape[0] * group_size},)"
             )
+        # Stop tokens are an argument of the program, so changing them compiles nothing.
         return _generate(
-            weights, jnp.asarray(tokens), jnp.asarray(start), keys, sampler=self, group=group_size
+            weights,
+            jnp.asarray(tokens, jnp.int32),
+            jnp.asarray(start, jnp.int32),
+            keys,
+            jnp.asarray(self.stop_ids, jnp.int32),
+            jnp.int32(self.pad_id),
+            graphdef=self.graphdef,
+            sampling=self.sampling,
+            group=group_size,
         )
 
 
@@ -99,20 +108,22 @@ class _Loop(NamedTuple):
     cache: object
 
 
-@partial(jax.jit, static_argnames=("sampler", "group"))
+@partial(jax.jit, static_argnames=("graphdef", "sampling", "group"))
 def _generate(
     weights: Weights,
     tokens_BP: jax.Array,
     start_B: jax.Array,
     keys_N: jax.Array,
+    stop_ids: jax.Array,
+    pad_id: jax.Array,
     *,
-    sampler: Sampler,
+    graphdef: nnx.GraphDef,
+    sampling: Sampling,
     group: int,
 ) -> Rollout:
-    model = nnx.merge(sampler.graphdef, weights.params)
+    model = nnx.merge(graphdef, weights.params)
     batch, prompt = tokens_BP.shape
-    limit = sampler.sampling.max_new_tokens
-    stop_ids = jnp.asarray(sampler.stop_ids, jnp.int32)
+    limit = sampling.max_new_tokens
     rows = batch * group
 
     out = model(
@@ -124,18 +135,18 @@ def _generate(
         cache=model.init_cache(batch, prompt + limit - 1),
     )
     start_N = jnp.repeat(start_B, group)
-    padding = jnp.full((rows, limit), sampler.pad_id, jnp.int32)
+    padding = jnp.full((rows, limit), pad_id)
 
     def draw(state: _Loop, hidden_NH: jax.Array) -> _Loop:
         """Draws token t of every row that has not stopped."""
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_N, state.t)
-        token, logprob = draw_tokens(model.logits(hidden_NH), keys, sampler.sampling)
+        token, logprob = draw_tokens(model.logits(hidden_NH), keys, sampling)
         running = ~state.finished
         slot = prompt + state.t
         column = (slice(None), slot)
         return _Loop(
             t=state.t + 1,
-            tokens=state.tokens.at[column].set(jnp.where(running, token, sampler.pad_id)),
+            tokens=state.tokens.at[column].set(jnp.where(running, token, pad_id)),
             logprob=state.logprob.at[column].set(jnp.where(running, logprob, 0.0)),
             end=jnp.where(running, slot + 1, state.end),
             finished=state.finished | jnp.isin(token, stop_ids),
