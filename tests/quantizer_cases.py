@@ -46,7 +46,13 @@ OPTIONS = [
     Options("row", pow2_scale=True, four_over_six=True, given_amax=True),
 ]
 
-make = functools.cache(inputs.make)
+
+@functools.cache
+def make(name: str, dtype: str, n: int = 1_000_000) -> np.ndarray:
+    """`inputs.make`, kept and read-only."""
+    x = inputs.make(name, dtype, n)
+    x.setflags(write=False)
+    return x
 
 
 @functools.cache
