@@ -12,6 +12,7 @@ from tiny_models import DENSE, MOE, Batch, build, sequences
 
 import jaxfp4
 from jaxfp4 import policy
+from models import Qwen3
 
 BATCH = Batch(sequences([9, 12, 1, 10]), left=[3, 0, 5, 2], slots=12)
 # The last layer of "nvfp4" is unquantised: the layers are cut into two scans.
@@ -118,6 +119,8 @@ def test_prefill_and_decoding_with_a_cache(case):
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_forward_under_grad(case, remat):
     model = nnx.merge(case.graphdef, case.state)
+    if remat == "none" and any(run.recipes.qkv_proj == jaxfp4.UNQUANTIZED for run in model.runs):
+        pytest.skip("compiling takes long; one model without remat will do")
     model.remat = remat
     graphdef, _ = nnx.split(model, nnx.Param)
 
@@ -165,7 +168,7 @@ def test_a_change_of_recipe_keeps_the_parameters():
 def test_runs_are_maximal(config, layers, cuts):
     model = nnx.eval_shape(lambda: build(config, layers))
     assert [(run.first, run.last) for run in model.runs] == cuts
-    prepared = nnx.eval_shape(model.prepare)
+    prepared = nnx.eval_shape(Qwen3.prepare, model)
     for run, quantized in zip(model.runs, prepared, strict=True):
         for recipe, weight in zip(run.recipes, quantized, strict=True):
             assert (weight is None) == (recipe == jaxfp4.UNQUANTIZED)

@@ -123,7 +123,7 @@ def test_fused_experts_are_the_same_model(shared_data):
     single = load_fp32(shared_data / "hf-tiny" / "moe")
     fused = load_fp32(shared_data / "hf-tiny" / "moe-fused")
     assert_equal_parameters(single, fused)
-    tokens, zero = jnp.ones((1, 24), jnp.int32), jnp.zeros(1, jnp.int32)
+    tokens, zero = jnp.ones((2, 24), jnp.int32), jnp.zeros(2, jnp.int32)
     runs = [
         loss_and_gradients(*nnx.split(model, nnx.Param), tokens, zero, zero + 24)[0][1][1]
         for model in (single, fused)
