@@ -13,12 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxfp4 import _custom_calls
+
+_PLATFORMS: dict[str, list[str]] = {}  # of each target
 
 for _platform, _targets in _custom_calls.registrations().items():
     for _name, _handler in _targets.items():
         jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
+        _PLATFORMS.setdefault(_name, []).append(_platform)
 
 
 def match_varying(*trees: Any) -> Any:
@@ -53,7 +57,20 @@ def call(
 
     Attributes must be NumPy scalars or bools, of the width that the handler binds.
     """
+    target = f"jaxfp4_{name}"
     arrays = match_varying(operands)
-    axes = jax.typeof(arrays[0]).manual_axis_type
-    types = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in results]
-    return jax.ffi.ffi_call(f"jaxfp4_{name}", types)(*arrays, **attributes)
+    like = jax.typeof(arrays[0])
+    types = [
+        like.update(
+            shape=shape,
+            dtype=jnp.dtype(dtype),
+            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+        )
+        for shape, dtype in results
+    ]
+
+    def run(*arrays):
+        return jax.ffi.ffi_call(target, types)(*arrays, **attributes)
+
+    # Lowering for a platform that the target is not built for raises, naming the platform.
+    return jax.lax.platform_dependent(*arrays, **dict.fromkeys(_PLATFORMS[target], run))

@@ -69,8 +69,6 @@ def grouped_linear(
         raise ValueError(
             f"group_sizes has {group_sizes.shape[0]} groups and w {w.shape[0]} in shape {w.shape}"
         )
-    if rows is not None and rows.shape[0] == 0:
-        x, rows = x[:0], None
     operands = match_varying((x, w, group_sizes, rows, quantized, front))
     return _grouped_linear(*operands, recipe, resolve_out_dtype(out_dtype, x), implementation)
 

@@ -65,6 +65,12 @@ def quantize(
         raise ValueError(
             f"amax must be float32 of shape {scale_shape}, got {amax.dtype} of shape {amax.shape}"
         )
+    if x.size == 0:
+        return Fp4Array(
+            jnp.zeros((*x.shape[:-1], x.shape[-1] // 2), jnp.uint8),
+            jnp.zeros((*x.shape[:-1], x.shape[-1] // BLOCK), jnp.float8_e4m3fn),
+            jnp.ones(scale_shape, jnp.float32),
+        )
     rows_per_scale = 1 if scope == "row" else x.shape[-2]
     q = quantize_rows(
         x.reshape(-1, x.shape[-1]),
@@ -106,6 +112,8 @@ def quantize_rows(
     Rows from sum(group_sizes) on are not read, nor are those that `rows` takes from outside x:
     both come out as zeros with scale 1.
     """
+    if rows is not None and rows.shape[0] == 0:
+        x, rows = x[:0], None
     weight = absent(jnp.float32)
     kind, eps = _FRONT_NONE, 0.0
     if isinstance(front, SwiGLU):

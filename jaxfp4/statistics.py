@@ -42,8 +42,11 @@ def statistics(x: jax.Array, q: Fp4Array) -> dict[str, jax.Array]:
 
     values = q.dequantize(jnp.float32).reshape(blocks.shape)
     keep = finite[..., None]
-    error = jnp.sum(jnp.where(keep, blocks - values, 0.0) ** 2)
-    total = jnp.sum(jnp.where(keep, blocks, 0.0) ** 2)
+    # By the largest magnitude, so that no square overflows.
+    unit = jnp.max(jnp.where(keep, jnp.abs(blocks), 0.0), initial=0.0)
+    unit = jnp.where(unit > 0, unit, 1.0)
+    error = jnp.sum(jnp.where(keep, (blocks - values) / unit, 0.0) ** 2)
+    total = jnp.sum(jnp.where(keep, blocks / unit, 0.0) ** 2)
     capacity = _LARGEST_BELOW_E4M3_OVERFLOW * E2M1_MAX * scale
     return {
         "blocks": jnp.int32(sf.size),
@@ -51,6 +54,6 @@ def statistics(x: jax.Array, q: Fp4Array) -> dict[str, jax.Array]:
         "subnormal_blocks": count((sf > 0) & (sf < 2.0**-6)),
         "saturated_blocks": count(finite & (largest > capacity)),
         "nonfinite_blocks": count(~finite),
-        "smallest_block_scale": jnp.min(jnp.where(finite, sf, jnp.inf)),
+        "smallest_block_scale": jnp.min(jnp.where(finite, sf, jnp.inf), initial=jnp.inf),
         "relative_error": jnp.sqrt(error / jnp.where(total > 0, total, 1.0)),
     }

@@ -1,6 +1,12 @@
 """Fixtures for all tests."""
 
+import os
 from pathlib import Path
+
+# Before JAX starts: sharding is tested on eight CPU devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import jax
 import pytest

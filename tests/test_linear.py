@@ -32,6 +32,19 @@ def jitted(recipe: jaxfp4.Recipe, out_dtype=None):
     return jax.jit(functools.partial(jaxfp4.linear, recipe=recipe, out_dtype=out_dtype))
 
 
+@functools.cache
+def value_and_gradients(recipe: jaxfp4.Recipe, prepared: bool = False):
+    """(x, w, g) to y and the gradients of x and w, in one compiled program."""
+
+    @jax.jit
+    def run(x, w, g, q=None):
+        assert (q is not None) == (prepared and recipe.weight is not None)
+        y, pullback = jax.vjp(lambda x, w: jaxfp4.linear(x, w, recipe, quantized=q), x, w)
+        return y, *pullback(g)
+
+    return run
+
+
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", RECIPES)
@@ -76,8 +89,7 @@ def test_gradients_are_the_bf16_products(name, x_dtype, w_dtype):
     recipe = RECIPES[name]
     x, w = normal(0, (40, 96), x_dtype), normal(1, (56, 96), w_dtype)
     g = normal(2, (40, 56), x_dtype)
-    _, pullback = jax.vjp(lambda x, w: jaxfp4.linear(x, w, recipe), x, w)
-    dx, dw = pullback(g)
+    _, dx, dw = value_and_gradients(recipe)(x, w, g)
     assert (dx.dtype, dw.dtype) == (x_dtype, w_dtype)
 
     dtype = jnp.bfloat16
@@ -101,10 +113,9 @@ def test_a_prepared_weight_changes_nothing(name):
     g = normal(2, (17, 48), jnp.bfloat16)
     q = jaxfp4.prepare(w, recipe)
     assert (q is None) == (recipe.weight is None)
-    y, pullback = jax.vjp(lambda x, w: jaxfp4.linear(x, w, recipe), x, w)
-    y_q, pullback_q = jax.vjp(lambda x, w: jaxfp4.linear(x, w, recipe, quantized=q), x, w)
-    assert_same_bits(y_q, y)
-    jax.tree.map(assert_same_bits, pullback_q(g), pullback(g))
+    plain = value_and_gradients(recipe)(x, w, g)
+    prepared = value_and_gradients(recipe, prepared=True)(x, w, g, q)
+    jax.tree.map(assert_same_bits, prepared, plain)
 
 
 def fronts(k: int):
@@ -126,11 +137,17 @@ def test_a_fused_front_equals_the_op_before(front_name, name):
             x = jaxfp4.rmsnorm(x, front.weight, eps=front.eps)
         return jaxfp4.linear(x, w, recipe)
 
-    y, pullback = jax.vjp(lambda x, w, f: jaxfp4.linear(x, w, recipe, front=f), x, w, front)
-    y_unfused, pullback_unfused = jax.vjp(unfused, x, w, front)
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(function, x, w, front, g):
+        y, pullback = jax.vjp(function, x, w, front)
+        return y, *pullback(g)
+
+    def fused(x, w, front):
+        return jaxfp4.linear(x, w, recipe, front=front)
+
+    y, dx, dw, d_front = run(fused, x, w, front, g)
+    y_unfused, dx_unfused, dw_unfused, d_front_unfused = run(unfused, x, w, front, g)
     assert_same_bits(y, y_unfused)
-    dx, dw, d_front = pullback(g)
-    dx_unfused, dw_unfused, d_front_unfused = pullback_unfused(g)
     assert_same_bits(dw, dw_unfused)
     # The front's derivative is plain jnp: XLA may fuse it in another way.
     np.testing.assert_allclose(f64(dx), f64(dx_unfused), rtol=2.0**-7, atol=1e-6)
@@ -296,9 +313,9 @@ def test_the_reference_implementation_agrees(name):
         y = jaxfp4.linear(x, w, recipe, out_dtype=jnp.float32, implementation=implementation)
         a = exact_operand(x, recipe.activation)
         assert_product(y, a, exact_operand(np.asarray(w.astype(jnp.bfloat16)), recipe.weight))
+    gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
     ours, theirs = (
-        jax.grad(loss, (0, 1))(x, w, implementation)
-        for implementation in ("custom_call", "reference")
+        gradients(x, w, implementation) for implementation in ("custom_call", "reference")
     )
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(f64(a), f64(b), rtol=2.0**-7, atol=2e-2)
