@@ -114,13 +114,29 @@ def test_prefill_and_decoding_with_a_cache(case):
     slot = np.arange(slots)
     start, end = np.asarray(BATCH.start)[:, None], np.asarray(BATCH.end)[:, None]
     np.testing.assert_array_equal(written, (start <= slot) & (slot < end))
+    # Nor over earlier keys by a row that has ended.
+    ended = forward(
+        case.graphdef,
+        case.state,
+        BATCH.tokens[:, :1],
+        BATCH.start,
+        BATCH.start,
+        case.prepared,
+        cache,
+        BATCH.start,
+    )
+    np.testing.assert_array_equal(ended.cache.k, cache.k)
+    np.testing.assert_array_equal(ended.cache.v, cache.v)
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
+# Compiling takes long: one model without remat will do.
+@pytest.mark.parametrize(
+    ("case", "remat"),
+    [*((name, "block") for name in CASES), ("moe nvfp4", "none")],
+    indirect=["case"],
+)
 def test_forward_under_grad(case, remat):
     model = nnx.merge(case.graphdef, case.state)
-    if remat == "none" and any(run.recipes.qkv_proj == jaxfp4.UNQUANTIZED for run in model.runs):
-        pytest.skip("compiling takes long; one model without remat will do")
     model.remat = remat
     graphdef, _ = nnx.split(model, nnx.Param)
 

@@ -14,6 +14,7 @@ from models import Routes, check_routes
 from models.moe import dispatch
 
 BATCH = Batch(sequences([9, 12, 1]), left=[3, 0, 5], slots=12)
+COTANGENT = np.random.default_rng(3).standard_normal((3, 12, 64)).astype(np.float32)
 TOKENS, CHOICES, EXPERTS = 37, 2, 6
 
 
@@ -52,16 +53,16 @@ def replayable():
         graphdef, state = nnx.split(model, nnx.Param)
 
         @jax.jit
-        def forward(state, routes):
+        def forward(state, routes, cotangent):
             def loss(state):
                 model = nnx.merge(graphdef, state)
                 output = model(BATCH.tokens, start=BATCH.start, end=BATCH.end, routes=routes)
-                return jnp.sum(output.hidden**2), output
+                return jnp.sum(output.hidden * cotangent), output
 
             (_, output), gradients = jax.value_and_grad(loss, has_aux=True)(state)
             return output, gradients
 
-        output, gradients = forward(state, None)
+        output, gradients = forward(state, None, COTANGENT)
         return forward, state, output, gradients
 
 
@@ -76,9 +77,9 @@ def test_replayed_routes_give_the_same_bits(replayable):
     check(output.routes)
     padding = np.asarray(BATCH.tokens) < 0
     assert (np.asarray(output.routes.experts)[:, padding] == MOE.num_experts).all()
-    # The ids of padding are free, also the same one for all.
+    # The ids of padding are free: the same one for all does not overfill its expert.
     free = jnp.where(padding[None, ..., None], 0, output.routes.experts)
-    again, replayed_gradients = forward(state, Routes(output.routes.layers, free))
+    again, replayed_gradients = forward(state, Routes(output.routes.layers, free), COTANGENT)
     np.testing.assert_array_equal(again.hidden, output.hidden)
     np.testing.assert_array_equal(again.routes.experts, output.routes.experts)
     for a, b in zip(jax.tree.leaves(replayed_gradients), jax.tree.leaves(gradients), strict=True):
@@ -86,10 +87,18 @@ def test_replayed_routes_give_the_same_bits(replayable):
     assert np.abs(gradients["moe"]["router"][...]).max() > 1e-3
 
 
+def test_padding_gives_no_gradient(replayable):
+    forward, state, _, gradients = replayable
+    cotangent = np.where((np.asarray(BATCH.tokens) < 0)[..., None], 1e3, COTANGENT)
+    _, again = forward(state, None, cotangent.astype(np.float32))
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_other_routes_are_followed(replayable):
     forward, state, output, _ = replayable
     other = (output.routes.experts + 1) % MOE.num_experts
-    again, gradients = forward(state, Routes(output.routes.layers, other))
+    again, gradients = forward(state, Routes(output.routes.layers, other), COTANGENT)
     for row in BATCH.real(again.hidden - output.hidden):
         assert np.abs(row).max() > 1e-3
     real = np.asarray(BATCH.tokens) >= 0
