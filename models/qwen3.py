@@ -248,7 +248,7 @@ class Qwen3(nnx.Module):
             if run.moe:
                 chosen.append(experts)
         hidden = jaxfp4.rmsnorm(x, self.norm[...], eps=self.config.rms_norm_eps)
-        # Padding is zero all the way; the selection keeps its cotangents out of the sums above.
+        # Padding is zero already; the selection stops its cotangents, which may be NaN.
         hidden = jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
         if chosen:
             layers = jnp.asarray(self.config.moe_layers, jnp.int32)

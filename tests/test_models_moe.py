@@ -89,7 +89,7 @@ def test_replayed_routes_give_the_same_bits(replayable):
 
 def test_padding_gives_no_gradient(replayable):
     forward, state, _, gradients = replayable
-    cotangent = np.where((np.asarray(BATCH.tokens) < 0)[..., None], 1e3, COTANGENT)
+    cotangent = np.where((np.asarray(BATCH.tokens) < 0)[..., None], np.nan, COTANGENT)
     _, again = forward(state, None, cotangent.astype(np.float32))
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_array_equal(a, b)
