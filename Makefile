@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
 CXX_SOURCES := CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc')
 
 .PHONY: train test lint venv clean
@@ -9,10 +10,11 @@ CXX_SOURCES := CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc')
 train: venv
 	$(BIN)/python -m train tiny
 
-# Two workers, whose own arrays are small: NumPy's threads would only get in each other's way.
+# Two workers, each with one NumPy thread. Tests that follow one another share compiled programs, so
+# a worker takes a contiguous range of them and steals only at the end.
 test: venv
 	build/editable/numerics_test
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses=2 --dist=worksteal
 
 lint: .venv/lint-installed
 	$(BIN)/ruff format --check .
@@ -24,12 +26,13 @@ venv: .venv/installed
 
 # Builds the compiled module too, into jaxfp4/, and the C++ test, into build/editable/.
 .venv/installed: .venv/made pyproject.toml $(CXX_SOURCES)
-	$(BIN)/pip install --editable '.[train,test]'
+	@echo 'Installing into .venv and compiling; the first time takes minutes.'
+	$(PIP) install --editable '.[train,test]'
 	touch $@
 
 # Asks for an extra of what is installed already: the linters alone are added.
 .venv/lint-installed: .venv/installed
-	$(BIN)/pip install 'jaxfp4[lint]'
+	$(PIP) install 'jaxfp4[lint]'
 	touch $@
 
 .venv/made:
