@@ -199,14 +199,11 @@ def draw_tokens(
         return token, jaxfp4.logits_logprob(logits_NV, token)[0]
     scaled = logits_NV / sampling.temperature
     if sampling.truncates:
-        scaled = jnp.where(_kept(scaled, sampling), scaled, -jnp.inf)
+        kept = _kept(scaled, sampling)
+        logits_NV, scaled = (jnp.where(kept, x, -jnp.inf) for x in (logits_NV, scaled))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits_NV.shape[1:]))(keys_N)
     token = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-    if sampling.truncates:
-        every = jax.nn.log_softmax(scaled, axis=-1)
-        return token, jnp.take_along_axis(every, token[:, None], axis=-1)[:, 0]
-    temperature = sampling.temperature
-    return token, jaxfp4.logits_logprob(logits_NV, token, temperature=temperature)[0]
+    return token, jaxfp4.logits_logprob(logits_NV, token, temperature=sampling.temperature)[0]
 
 
 def _kept(scaled_NV: jax.Array, sampling: Sampling) -> jax.Array:
