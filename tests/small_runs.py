@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models import Qwen3Config
-from train.config import Checkpoints, Data, Evaluation, Grpo, Model, Optimizer, Run, Sampling
-from train.config import Supervised
+from train.config import (
+    Checkpoints,
+    Data,
+    Evaluation,
+    Grpo,
+    Model,
+    Optimizer,
+    Run,
+    Sampling,
+    Supervised,
+)
 from train.data import Example
 from train.grpo import LossConfig
 from train.main import start

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from policies import PAD, learner, made_up_rollout, split, weights
 
 from train.config import Optimizer
@@ -25,9 +26,9 @@ def batch(completions: list[int], limit: int | None = None, **changes) -> Batch:
     return dataclasses.replace(Batch(rollout, advantages, jnp.ones(rows, bool)), **changes)
 
 
-def fresh(learner_) -> TrainState:
+def fresh(learner_, kind: str = "moe", recipe: str = "nvfp4") -> TrainState:
     """A state whose buffers no other test holds: a step donates them."""
-    return learner_.init(jax.tree.map(jnp.copy, split("moe", "nvfp4")[1]))
+    return learner_.init(jax.tree.map(jnp.copy, split(kind, recipe)[1]))
 
 
 def distance(a, b) -> float:
@@ -44,8 +45,9 @@ def distance(a, b) -> float:
 def cut(aggregation: str, micro_batch: int):
     """Loss, first moments (the clipped gradient, times 1 - beta1) and parameters after a step."""
     loss = LossConfig(aggregation=aggregation)
-    trainer = learner(loss=loss, micro_batch=micro_batch, max_new_tokens=200)
-    state, metrics, _ = trainer.update(fresh(trainer), batch(COMPLETIONS))
+    kind = ("moe", "nvfp4") if aggregation == "token-mean" else ("dense", "nvfp4")
+    trainer = learner(*kind, loss=loss, micro_batch=micro_batch, max_new_tokens=200)
+    state, metrics, _ = trainer.update(fresh(trainer, *kind), batch(COMPLETIONS))
     return metrics["policy/loss"], state.optimizer[1][0].mu, state.weights.params
 
 
@@ -154,8 +156,6 @@ def test_stop_and_padding_tokens_inside_a_completion_are_learned(trainer):
 
 def test_the_step_is_that_of_explicit_gradients(trainer):
     """Against jax.grad of a loss written out here, and Adam's first step by hand."""
-    from flax import nnx
-
     graphdef, params = split("moe", "nvfp4")
     step = rows()
     r, tokens = step.rollout, float(step.rollout.mask.sum())

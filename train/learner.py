@@ -240,7 +240,7 @@ def _apply(
     state: TrainState, loss: jax.Array, gradients: Any, learner: Learner
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The optimiser step, or none of it."""
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     taken = jnp.isfinite(loss) & jnp.isfinite(norm) & (norm > 0.0)
     params = state.weights.params
     updates, optimizer = make_optimizer(learner.optimizer).update(
