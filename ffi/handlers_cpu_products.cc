@@ -130,6 +130,7 @@ template <class Body>
 ffi::Error WithGroups(GroupSizes group_sizes, int64_t rows, const Body& body) {
   ffi::ErrorOr<Groups> groups = cpu::ReadGroups(group_sizes, rows);
   if (groups.has_error()) return groups.error();
+  if (groups->count() == 0) return ffi::Error::InvalidArgument("group_sizes has no groups");
   return body(*groups);
 }
 
