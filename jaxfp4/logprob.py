@@ -42,7 +42,7 @@ def token_logprob(
       head: bf16 or fp32 [V, H]. With a bf16 hidden, fp32 masters are rounded to bf16; their
         gradient is fp32.
       tokens: int32 [...]. One outside [0, V) has a NaN logprob.
-      temperature: above 0; a number, or fp32 [...].
+      temperature: above 0; one number, or fp32 [...].
 
     Returns:
       logprob and entropy in nats, fp32 [...].
@@ -70,7 +70,7 @@ def logits_logprob(
     Args:
       logits: fp32 [..., V]. -inf is a token of probability 0.
       tokens: int32 [...]. One outside [0, V) has a NaN logprob.
-      temperature: above 0; a number, or fp32 [...].
+      temperature: above 0; one number, or fp32 [...].
 
     Returns:
       logprob and entropy in nats, fp32 [...]; those of token_logprob to the bit where logits are
@@ -89,10 +89,11 @@ def logits_logprob(
 def _per_row(tokens, temperature, lead):
     """tokens and temperature, checked, as [rows]."""
     check_array("tokens", tokens, lead, jnp.int32)
-    if isinstance(temperature, int | float):
-        if not temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}")
-        temperature = jnp.full(lead, temperature, jnp.float32)
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if temperature.ndim == 0:
+        temperature = jnp.broadcast_to(temperature, lead)
     check_array("temperature", temperature, lead, jnp.float32)
     return tokens.reshape(-1), temperature.reshape(-1)
 

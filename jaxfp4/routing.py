@@ -44,7 +44,7 @@ def router_topk(
     rows = math.prod(lead)
     if experts is not None:
         check_array("experts", experts, (*lead, k), jnp.int32)
-    weights, chosen = _router_topk(
+    results: tuple[jax.Array, jax.Array] = _router_topk(
         *match_varying(
             logits.reshape(rows, num_experts),
             absent(jnp.int32) if experts is None else experts.reshape(rows, k),
@@ -52,6 +52,7 @@ def router_topk(
         k,
         bool(norm_topk_prob),
     )
+    weights, chosen = results
     return weights.reshape(*lead, k), chosen.reshape(*lead, k)
 
 
@@ -70,8 +71,8 @@ def _router_topk(logits, experts, k, norm_topk_prob):
 
 
 def _router_topk_fwd(logits, experts, k, norm_topk_prob):
-    weights, chosen = _router_topk(logits, experts, k, norm_topk_prob)
-    return (weights, chosen), (logits, weights, chosen)
+    results: tuple[jax.Array, jax.Array] = _router_topk(logits, experts, k, norm_topk_prob)
+    return results, (logits, *results)
 
 
 def _router_topk_bwd(k, norm_topk_prob, residuals, cotangents):

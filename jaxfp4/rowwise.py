@@ -72,7 +72,8 @@ def rmsnorm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
             f"weight must have shape {x.shape[-1:]} like x's last axis {x.shape}, "
             f"got {weight.shape}"
         )
-    return _rmsnorm(*match_varying(_as_rows(x), weight), float(eps)).reshape(x.shape)
+    y: jax.Array = _rmsnorm(*match_varying(_as_rows(x), weight), float(eps))
+    return y.reshape(x.shape)
 
 
 @functools.cache
@@ -194,7 +195,7 @@ def qk_norm_rope(
     check_array("positions", positions, x.shape[:-2], jnp.int32)
     check_array("inv_freq", inv_freq, (head_dim // 2,), jnp.float32)
     tokens = positions.size
-    y = _qk_norm_rope(
+    y: jax.Array = _qk_norm_rope(
         *match_varying(
             x.reshape(tokens, *x.shape[-2:]),
             absent(jnp.float32) if weight is None else weight,
@@ -221,7 +222,7 @@ def _qk_norm_rope(x, weight, positions, inv_freq, eps):
 
 
 def _qk_norm_rope_fwd(x, weight, positions, inv_freq, eps):
-    y = _qk_norm_rope(x, weight, positions, inv_freq, eps)
+    y: jax.Array = _qk_norm_rope(x, weight, positions, inv_freq, eps)
     return y, (x, weight, positions, inv_freq)
 
 

@@ -148,6 +148,13 @@ def test_the_logits_of_all_rows_never_exist():
     assert temporaries < rows * vocabulary * 4 / 4, temporaries
 
 
+def test_a_temperature_may_be_traced():
+    logits, tokens = normal(0, (3, 8)), jnp.zeros(3, jnp.int32)
+    expected = logits_logprob(logits, tokens, temperature=0.6)
+    traced = jax.jit(lambda t: logits_logprob(logits, tokens, temperature=t))(0.6)
+    np.testing.assert_array_equal(traced, expected)
+
+
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan")])
 def test_a_temperature_that_is_not_legal(temperature):
     with pytest.raises(ValueError, match="temperature must be above 0"):

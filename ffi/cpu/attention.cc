@@ -5,14 +5,12 @@
 #include <vector>
 
 #include "ffi/cpu/attention_lanes.h"
+#include "ffi/cpu/store_float.h"
 
 namespace jaxfp4::cpu {
 namespace {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
-
-inline void StoreFloat(float x, float* out) { *out = x; }
-inline void StoreFloat(float x, uint16_t* out) { *out = FloatToBf16(x); }
 
 // One group's state between key blocks.
 template <int Lanes>

@@ -10,15 +10,13 @@
 
 #include "ffi/cpu/attention.h"
 #include "ffi/cpu/attention_lanes.h"
+#include "ffi/cpu/store_float.h"
 
 namespace jaxfp4::cpu {
 namespace {
 
 constexpr int kLanes = 16;
 constexpr int kVectors = kLanes / 8;
-
-inline void StoreFloat(float x, float* out) { *out = x; }
-inline void StoreFloat(float x, uint16_t* out) { *out = FloatToBf16(x); }
 
 // One group's rows. A row with an empty range is read as zeros, and so is an unused lane.
 struct Group {

@@ -6,14 +6,12 @@
 #include "ffi/cpu/gemm.h"
 #include "ffi/cpu/row_reductions.h"
 #include "ffi/cpu/row_sum.h"
+#include "ffi/cpu/store_float.h"
 #include "ffi/numerics.h"
 #include "ffi/rotary.h"
 
 namespace jaxfp4::cpu {
 namespace {
-
-inline void StoreFloat(float x, float* out) { *out = x; }
-inline void StoreFloat(float x, uint16_t* out) { *out = FloatToBf16(x); }
 
 // Rows of so many elements that a task outweighs its scheduling.
 inline int64_t RowGrain(int64_t width) {
