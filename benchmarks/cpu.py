@@ -7,6 +7,7 @@ that of the medians, so that whatever else the machine does falls on both.
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-Call = tuple[Callable[..., object], tuple[jax.Array, ...]]
+Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 def medians(*calls: Call, repeats: int = 15) -> list[float]:
@@ -35,7 +36,8 @@ def medians(*calls: Call, repeats: int = 15) -> list[float]:
     return [statistics.median(seconds) * 1e3 for seconds in times]
 
 
-def row(work: str, ours: float, theirs: float, peer: str, mark: str) -> None:
+def row(work: str, times: list[float], peer: str, mark: str) -> None:
+    ours, theirs = times
     print(f"| {work} | {ours:.2f} ms | {theirs:.2f} ms | {peer} | {ours / theirs:.2f} | {mark} |")
 
 
@@ -44,7 +46,7 @@ def quantize() -> None:
         x = normal(0, 4096, 2048).astype(dtype)
         ours, plain = jax.jit(jaxfp4.quantize), jax.jit(reference.quantize)
         times = medians((ours, (x,)), (plain, (x,)))
-        row(f"quantize 4096x2048 {x.dtype}", *times, "plain jnp", "at most 0.33")
+        row(f"quantize 4096x2048 {x.dtype}", times, "plain jnp", "at most 0.33")
 
 
 def linear() -> None:
@@ -57,7 +59,7 @@ def linear() -> None:
         times = medians((ours, (x, w, q)), (dot, (x32, w)))
         row(
             f"linear {rows}x2048x2048, quantise included",
-            *times,
+            times,
             "XLA fp32 dot",
             "at most 2" if rows == 512 else "-",
         )
@@ -92,7 +94,7 @@ def attention() -> None:
         }
         for name, (a, b) in pairs.items():
             times = medians((a, (q, k, v)), (b, (q, k, v)))
-            row(f"attention 2x512x8/2x64 {q.dtype} {name}", *times, "jax.nn", "at most 2")
+            row(f"attention 2x512x8/2x64 {q.dtype} {name}", times, "jax.nn", "at most 2")
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def call(
     results: Sequence[tuple[tuple[int, ...], Any]],
     *operands: jax.Array,
     **attributes: Any,
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """Runs the custom call `jaxfp4_<name>`; one array for each (shape, dtype) of `results`.
 
     Attributes must be NumPy scalars or bools, of the width that the handler binds.

@@ -57,7 +57,7 @@ def linear(
     out_dtype = resolve_out_dtype(out_dtype, x)
     rows = x.reshape(-1, x.shape[-1])
     operands = match_varying((rows, w, quantized, front))
-    y = _linear(*operands, recipe, out_dtype, implementation)
+    y: jax.Array = _linear(*operands, recipe, out_dtype, implementation)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import jaxfp4
@@ -154,7 +153,7 @@ def main() -> int:
         "device": f"{device.platform}: {device.device_kind}",
         "jaxfp4": importlib.metadata.version("jaxfp4"),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": sys.version.split()[0],
     }
     print("  ".join(f"{name} {value}" for name, value in machine.items()))

@@ -120,9 +120,7 @@ def test_shard_map(op):
     def value_and_gradients(first, others, shared):
         def loss(first, shared):
             results = op.apply(first, *others, *shared)
-            floats = [
-                r for r in jax.tree.leaves(results) if jnp.issubdtype(r.dtype, jnp.floating)
-            ]
+            floats = [r for r in jax.tree.leaves(results) if jnp.issubdtype(r.dtype, jnp.floating)]
             return sum(jnp.sin(r.astype(jnp.float32)).sum() for r in floats), results
 
         return jax.grad(loss, (0, 1), has_aux=True)(first, shared)

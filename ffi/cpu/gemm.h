@@ -78,8 +78,10 @@ inline void MicroKernel(int64_t depth, const float* a, const float* b, float* c,
   }
 }
 
-inline void MicroKernel(int64_t rows, int64_t depth, const float* a, const float* b, float* c,
-                        int64_t c_stride) {
+// Out of line: it is called from many instantiations of ComputeTile, and inlining it into each
+// would multiply the time that they take to compile.
+__attribute__((noinline)) inline void MicroKernel(int64_t rows, int64_t depth, const float* a,
+                                                  const float* b, float* c, int64_t c_stride) {
   switch (rows) {
     case 1:
       return MicroKernel<1>(depth, a, b, c, c_stride);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ffi/cpu/gemm.h"
-#include "ffi/cpu/row_sum.h"
+#include "ffi/cpu/row_reductions.h"
 #include "ffi/numerics.h"
 #include "ffi/scale_layout.h"
 

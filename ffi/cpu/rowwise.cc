@@ -5,7 +5,6 @@
 
 #include "ffi/cpu/gemm.h"
 #include "ffi/cpu/row_reductions.h"
-#include "ffi/cpu/row_sum.h"
 #include "ffi/cpu/store_float.h"
 #include "ffi/numerics.h"
 #include "ffi/rotary.h"
