@@ -243,9 +243,10 @@ def _apply(
     norm = optax.tree.norm(gradients)
     taken = jnp.isfinite(loss) & jnp.isfinite(norm) & (norm > 0.0)
     params = state.weights.params
-    updates, optimizer = make_optimizer(learner.optimizer).update(
-        gradients, state.optimizer, params
-    )
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        updates, optimizer = make_optimizer(learner.optimizer).update(
+            gradients, state.optimizer, params
+        )
     updated = optax.apply_updates(params, updates)
     params, optimizer = jax.tree.map(
         lambda new, old: jnp.where(taken, new, old),

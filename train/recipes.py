@@ -24,7 +24,8 @@ from train.tokenizer import CharTokenizer
 
 def tiny() -> Run:
     """A small Qwen3 MoE from random weights: supervised until it knows the format, then GRPO."""
-    problems = Arithmetic(low=0, high=99)
+    # The answer's last digit first: the carry is found in the order in which it is needed.
+    problems = Arithmetic(low=0, high=99, width=2, reverse_answer=True)
     return Run(
         name="tiny",
         model=Model(
@@ -46,11 +47,17 @@ def tiny() -> Run:
         ),
         data=Data(kind="arithmetic", arithmetic=problems),
         sampling=Sampling(max_new_tokens=problems.max_answer_length + 1),
-        grpo=Grpo(steps=100, prompts=32, group_size=8, micro_batch=256),
-        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=5),
-        supervised=Supervised(accuracy=0.5, max_steps=2000, batch=128),
+        grpo=Grpo(steps=250, prompts=64, group_size=8, micro_batch=512),
+        optimizer=Optimizer(learning_rate=4e-4, warmup_steps=5, beta2=0.99),
+        supervised=Supervised(
+            accuracy=0.3,
+            max_steps=1000,
+            batch=256,
+            check_every=10,
+            optimizer=Optimizer(learning_rate=3e-3, warmup_steps=20),
+        ),
         evaluation=Evaluation(prompts=512, temperature=1.0),
-        checkpoints=Checkpoints(every=25),
+        checkpoints=Checkpoints(every=50),
     )
 
 
