@@ -92,7 +92,7 @@ class CheckpointFolder:
             for name, leaf in _named(like).items()
         }
         self._check(step, wanted)
-        found = self._manager.restore(
+        found: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 arrays=ocp.args.StandardRestore(wanted), progress=ocp.args.JsonRestore()

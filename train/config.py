@@ -325,7 +325,7 @@ def from_json(kind: Any, value: Any, name: str = "run") -> Any:
         return tuple(from_json(arguments[0], item, name) for item in value)
     if kind is Path:
         return Path(value)
-    if not dataclasses.is_dataclass(kind):
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return value
     fields = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(value, dict) or set(value) != fields:

@@ -55,18 +55,18 @@ def _recipe(recipe: Callable[[], Run]) -> Any:
     return Annotated[Run, subcommand(run.name, default=run, description=recipe.__doc__)]
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """What to do."""
-
-    command: Annotated[
-        _recipe(recipes.tiny)
-        | _recipe(recipes.qwen3_4b)
-        | _recipe(recipes.qwen3_30b_a3b)
-        | Annotated[Resume, subcommand("resume")]
-        | Annotated[Report, subcommand("report")],
-        arg(name=""),
-    ]
+# A type that is made at run time: to the type checker the command is any of the three classes.
+_COMMAND: Any = Annotated[
+    _recipe(recipes.tiny)
+    | _recipe(recipes.qwen3_4b)
+    | _recipe(recipes.qwen3_30b_a3b)
+    | Annotated[Resume, subcommand("resume")]
+    | Annotated[Report, subcommand("report")],
+    arg(name=""),
+]
+CommandLine = dataclasses.make_dataclass(
+    "CommandLine", [("command", _COMMAND)], frozen=True, namespace={"__doc__": "What to do."}
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
