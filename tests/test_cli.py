@@ -90,6 +90,11 @@ def test_every_option_has_a_help_text():
         (["tiny", "--data.reward", "no.such:thing"], ["no.such:thing", "cannot be imported"]),
         (["qwen3-4b"], ["model.checkpoint", "not given", "config.json"]),
         (["qwen3-4b", "--model.checkpoint", "/nowhere"], ["data.path", "not given", "gsm8k"]),
+        (["tiny", "--data.task", "chain_sum"], ["data.task=chain_sum", "reasoning-gym"]),
+        (
+            ["qwen3-4b", "--data.kind", "reasoning-gym", "--model.checkpoint", "/nowhere"],
+            ["data.task", "not given"],
+        ),
         (["resume"], ["FOLDER"]),
         (["resume", "/nowhere"], ["/nowhere", "not the folder of a run", "recipe.json"]),
         (["report", "/nowhere"], ["/nowhere", "does not exist"]),

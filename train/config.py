@@ -48,10 +48,24 @@ class Model:
 class Data:
     """Prompts and what grades the answers."""
 
-    kind: Literal["arithmetic", "gsm8k", "svamp", "dapo", "math", "olympiadbench", "ifeval"]
-    """Kind of the data: made-up sums, or a JSONL file of one of these data sets."""
+    kind: Literal[
+        "arithmetic",
+        "reasoning-gym",
+        "gsm8k",
+        "svamp",
+        "dapo",
+        "math",
+        "olympiadbench",
+        "ifeval",
+    ]
+    """Kind of the data: made-up sums, a task of reasoning-gym, or a JSONL file of one of these
+    data sets."""
     path: Path | None = None
-    """The JSONL file that training takes its prompts from (not for arithmetic)."""
+    """The JSONL file that training takes its prompts from."""
+    task: str | None = None
+    """Name of the task of kind reasoning-gym, such as chain_sum."""
+    task_problems: int = 2000
+    """Problems of it that are made for training."""
     heldout: Path | None = None
     """A JSONL file of the same kind to measure accuracy on; without it there is no evaluation."""
     tokenizer: Path | None = None
@@ -66,6 +80,9 @@ class Data:
 
     def __post_init__(self) -> None:
         _check("data.prompt-slots", self.prompt_slots, self.prompt_slots >= 1, "at least 1")
+        _check("data.task-problems", self.task_problems, self.task_problems >= 1, "at least 1")
+        if self.task is not None and self.kind != "reasoning-gym":
+            raise ValueError(f"data.task={self.task}: only data.kind=reasoning-gym has tasks")
         if (self.kind == "arithmetic") != (self.arithmetic is not None):
             raise ValueError(
                 f"data.kind={self.kind}: data.arithmetic is given with kind arithmetic and no other"
@@ -281,7 +298,10 @@ class Run:
                 "(config.json and *.safetensors)"
             )
         if data.kind != "arithmetic":
-            if data.path is None:
+            if data.kind == "reasoning-gym":
+                if data.task is None:
+                    raise ValueError("data.task is not given: the name of a reasoning-gym task")
+            elif data.path is None:
                 raise ValueError(f"data.path is not given: a JSONL file of kind {data.kind}")
             if data.tokenizer is None and model.checkpoint is None:
                 raise ValueError(

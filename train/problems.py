@@ -9,7 +9,7 @@ from train.config import Run
 from train.data import Example
 from train.datasets import DATASETS, read_dataset
 from train.rollout import Rollout, left_pad
-from train.tasks import ARITHMETIC_ALPHABET
+from train.tasks import ARITHMETIC_ALPHABET, reasoning_gym_task
 from train.tokenizer import CharTokenizer, HfTokenizer, Tokenizer, decode_completion
 
 
@@ -66,12 +66,25 @@ def load_problems(run: Run) -> Problems:
         reward = "exact_match"
     else:
         folder = data.tokenizer or run.model.checkpoint
-        if data.path is None or folder is None:
-            raise ValueError("data.path and data.tokenizer are needed; see Run.check_inputs")
-        supervised, train = [], read_dataset(data.kind, data.path)
-        heldout = read_dataset(data.kind, data.heldout) if data.heldout else []
+        if folder is None:
+            raise ValueError("data.tokenizer is needed; see Run.check_inputs")
         tokenizer = HfTokenizer(folder)
-        reward = DATASETS[data.kind].reward
+        supervised, heldout = [], []
+        if data.task is not None:
+            made = reasoning_gym_task(
+                data.task,
+                train=data.task_problems,
+                heldout=run.evaluation.prompts,
+                seed=run.seed,
+            )
+            train, heldout, reward = made.train, made.heldout, "tagged_match"
+        elif data.path is None:
+            raise ValueError("data.path is needed; see Run.check_inputs")
+        else:
+            train = read_dataset(data.kind, data.path)
+            if data.heldout is not None:
+                heldout = read_dataset(data.kind, data.heldout)
+            reward = DATASETS[data.kind].reward
 
     too_long = 0
 
