@@ -17,7 +17,7 @@ from jaxfp4 import reference
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Fp4Array:
     """An NVFP4 tensor of logical shape [..., K].
 

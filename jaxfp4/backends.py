@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxfp4 import products, reference, rowwise
 from jaxfp4.array import Fp4Array
+from jaxfp4.format import BLOCK
 from jaxfp4.fronts import Front, RMSNorm, SwiGLU
 from jaxfp4.policy import Quantizer
 from jaxfp4.quantize import quantize_rows
@@ -58,6 +59,8 @@ def _reference_apply_front(front: Front | None, x: jax.Array) -> jax.Array:
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """x[rows], with zeros for a row outside x."""
+    if x.shape[0] == 0:
+        return jnp.zeros((rows.shape[0], x.shape[1]), x.dtype)
     inside = (rows >= 0) & (rows < x.shape[0])
     taken = jnp.take(x, jnp.where(inside, rows, 0), axis=0, mode="clip")
     return jnp.where(inside[:, None], taken, jnp.zeros((), x.dtype))
@@ -65,7 +68,8 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 def used_rows(rows: int, group_sizes: jax.Array) -> jax.Array:
     """bool [rows, 1]: whether the row belongs to a group."""
-    return (jnp.arange(rows) < group_sizes.sum())[:, None]
+    used = group_sizes.sum(dtype=jnp.int32)
+    return (jnp.arange(rows, dtype=jnp.int32) < used)[:, None]
 
 
 def _reference_quantize_rows(
@@ -82,12 +86,14 @@ def _reference_quantize_rows(
     x = _reference_apply_front(front, x)
     if group_sizes is not None:
         x = jnp.where(used_rows(x.shape[0], group_sizes), x, jnp.zeros((), x.dtype))
-    matrices = x if rows_per_scale == 1 else x.reshape(-1, rows_per_scale, x.shape[-1])
+    m = x.shape[0]
+    scales = m // rows_per_scale if rows_per_scale else 1
+    matrices = x if quantizer.scope == "row" else x.reshape(scales, rows_per_scale, x.shape[-1])
     codes, block_scales, scale = reference.quantize(
         matrices, quantizer.scope, quantizer.pow2_scale, quantizer.four_over_six, amax
     )
-    m = x.shape[0]
-    return Fp4Array(codes.reshape(m, -1), block_scales.reshape(m, -1), scale)
+    depth = x.shape[1]
+    return Fp4Array(codes.reshape(m, depth // 2), block_scales.reshape(m, depth // BLOCK), scale)
 
 
 def _reference_operand(operand: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -47,6 +47,18 @@ def broadcast(size: int, batched: Sequence[bool], operands: Sequence[jax.Array])
     ]
 
 
+def first_rows(size: int, rows: int) -> jax.Array:
+    """int32 [B]: where each element's rows begin once the batch is folded into the rows.
+
+    Raises ValueError where an int32 could not say so.
+    """
+    if size * rows >= 2**31:
+        raise ValueError(
+            f"vmap over {size} elements of {rows} rows: row indices pass 2^31; use lax.map"
+        )
+    return jnp.arange(size, dtype=jnp.int32) * jnp.int32(rows)
+
+
 def merge(x: jax.Array) -> jax.Array:
     """x [B, rows, ...] as [B * rows, ...]."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

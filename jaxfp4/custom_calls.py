@@ -59,6 +59,13 @@ def call(
     """
     target = f"jaxfp4_{name}"
     arrays = match_varying(operands)
+    for position, array in enumerate(arrays):
+        if any(axis is not None for axis in jax.typeof(array).sharding.spec):
+            raise NotImplementedError(
+                f"operand {position} of {name} has the type {jax.typeof(array)}, sharded over "
+                "Explicit mesh axes, and the op does not partition itself: call it in "
+                "jax.shard_map, or make the mesh with Auto axes, where operands are gathered"
+            )
     like = jax.typeof(arrays[0])
     types = [
         like.update(

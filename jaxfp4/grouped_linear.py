@@ -28,6 +28,7 @@ from jaxfp4.linear import (
     resolve_out_dtype,
 )
 from jaxfp4.policy import NVFP4, Recipe
+from jaxfp4.rounding import as_operand
 
 
 def grouped_linear(
@@ -47,8 +48,8 @@ def grouped_linear(
     Args:
       x: bf16 or fp32 [M, K]; [M, 2K] with the SwiGLU front.
       w: bf16 or fp32 [G, N, K], G at least 1; one fp32 scale for each [N, K].
-      group_sizes: int32 [G], not negative, with a sum of at most the number of rows. On the CPU
-        other sizes raise; on a GPU they are clamped to the rows there are.
+      group_sizes: int32 [G], not negative, with a sum of at most the number of rows. The CPU's
+        custom call raises for other sizes when it runs.
       recipe, quantized, front, out_dtype, implementation: as in linear.
       rows: int32 [M'] gathers x's rows first, fused into quantising (expert dispatch). A row
         outside x counts as a row of zeros without gradient.
@@ -82,8 +83,9 @@ def _forward(x, w, sizes, rows, quantized, front, recipe, out_dtype, implementat
     backend = BACKENDS[implementation]
     if recipe.activation is None:
         dtype = product_dtype(x, recipe)
-        a = backend.apply_front(front, x if rows is None else take_rows(x, rows)).astype(dtype)
-        y = backend.grouped_matmul(a, w.astype(dtype), sizes, out_dtype)
+        x_rows = x if rows is None else take_rows(x, rows)
+        a = as_operand(backend.apply_front(front, x_rows), dtype)
+        y = backend.grouped_matmul(a, as_operand(w, dtype), sizes, out_dtype)
         return y, (x, w, sizes, rows, front, None, None)
     q_w = quantize_weight(w, recipe, backend) if quantized is None else quantized
     m = x.shape[0] if rows is None else rows.shape[0]
@@ -107,9 +109,9 @@ def _backward(recipe, out_dtype, implementation, residuals, g):
     # Rows of no group are zeroed before the front: what they hold may be NaN, and 0 * NaN is.
     x_rows = x if rows is None else take_rows(x, rows)
     x_rows = jnp.where(used_rows(x_rows.shape[0], sizes), x_rows, jnp.zeros((), x.dtype))
-    a = backend.apply_front(front, x_rows).astype(dtype) if q_x is None else q_x.dequantize()
-    b = w.astype(dtype) if q_w is None else q_w.dequantize()
-    g = g.astype(dtype)
+    a = as_operand(backend.apply_front(front, x_rows), dtype) if q_x is None else q_x.dequantize()
+    b = as_operand(w, dtype) if q_w is None else q_w.dequantize()
+    g = as_operand(g, dtype)
     dw = backend.grouped_matmul_dw(g, a, sizes, w.dtype)
     dx = backend.grouped_matmul_dx(g, b, sizes, x.dtype)
     d_front, dx = front_gradient(front, x_rows, dx)

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 
 from jaxfp4.array import Fp4Array
 from jaxfp4.backends import BACKENDS, Backend, Implementation
+from jaxfp4.checks import check_float, check_fp4, check_front, check_quantizable
 from jaxfp4.custom_calls import match_varying
 from jaxfp4.fronts import Front, quantized_width
 from jaxfp4.policy import NVFP4, UNQUANTIZED, Recipe
-from jaxfp4.quantize import check_quantizable, quantize
+from jaxfp4.quantize import quantize
+from jaxfp4.rounding import as_operand
 
 
 def linear(
@@ -71,19 +73,25 @@ def prepare(w: jax.Array, recipe: Recipe) -> Fp4Array | None:
     Returns:
       Fp4Array of shape [..., N, K]; None where the recipe does not quantise weights.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a jaxfp4.Recipe, got {recipe!r}")
     if recipe.weight is None:
         return None
     quantizer = recipe.weight
-    w16 = w.astype(jnp.bfloat16)
+    check_quantizable("w", w, w.shape[-1] if w.ndim else 0)
+    # Gradients reach w through the product that uses the result.
+    w16 = as_operand(jax.lax.stop_gradient(w), jnp.bfloat16)
     return quantize(w16, quantizer.scope, quantizer.pow2_scale, quantizer.four_over_six)
 
 
 def quantize_weight(w: jax.Array, recipe: Recipe, backend: Backend) -> Fp4Array:
     """prepare(w, recipe) of [N, K] or [G, N, K] by a backend, for an unprepared weight."""
     assert recipe.weight is not None
+    if w.size == 0:
+        return quantize(w.astype(jnp.bfloat16), recipe.weight.scope)
     rows_per_scale = 1 if recipe.weight.scope == "row" else w.shape[-2]
     q = backend.quantize_rows(
-        w.astype(jnp.bfloat16).reshape(-1, w.shape[-1]),
+        as_operand(w, jnp.bfloat16).reshape(-1, w.shape[-1]),
         recipe.weight,
         rows_per_scale=rows_per_scale,
     )
@@ -111,13 +119,13 @@ def check_operands(
         )
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a jaxfp4.Recipe, got {recipe!r}")
-    for name, value in (("x", x), ("w", w)):
-        if value.dtype not in (jnp.bfloat16, jnp.float32):
-            raise TypeError(f"{name} must be bfloat16 or float32, got {value.dtype}")
+    check_float("x", x)
+    check_float("w", w)
     form = "[N, K]" if w_ndim == 2 else "[G, N, K]"
     if w.ndim != w_ndim or x.ndim < 1:
         raise ValueError(f"w must be {form} and x [..., K], got w {w.shape} and x {x.shape}")
     depth = quantized_width(front, x.shape[-1])
+    check_front(front, x.shape[-1])
     if depth != w.shape[-1] or depth == 0:
         raise ValueError(
             f"w of shape {w.shape} takes {w.shape[-1]} values a row, but x of shape {x.shape} "
@@ -128,11 +136,7 @@ def check_operands(
     if quantized is not None:
         if recipe.weight is None:
             raise ValueError("quantized must be None where the recipe does not quantise weights")
-        if quantized.shape != w.shape or quantized.scope != recipe.weight.scope:
-            raise ValueError(
-                f"quantized has shape {quantized.shape} and scope {quantized.scope!r}; w has shape "
-                f"{w.shape} and the recipe scope {recipe.weight.scope!r}: use prepare(w, recipe)"
-            )
+        check_fp4("quantized", quantized, w.shape, recipe.weight.scope)
 
 
 def resolve_out_dtype(out_dtype: Any, x: jax.Array) -> Any:
@@ -157,8 +161,8 @@ def _forward(x, w, quantized, front, recipe, out_dtype, implementation):
     backend = BACKENDS[implementation]
     if recipe.activation is None:
         dtype = product_dtype(x, recipe)
-        a = backend.apply_front(front, x).astype(dtype)
-        return backend.matmul(a, w.astype(dtype), out_dtype), (x, w, front, None, None)
+        a = as_operand(backend.apply_front(front, x), dtype)
+        return backend.matmul(a, as_operand(w, dtype), out_dtype), (x, w, front, None, None)
     q_w = quantize_weight(w, recipe, backend) if quantized is None else quantized
     rows_per_scale = 1 if recipe.activation.scope == "row" else x.shape[0]
     q_x = backend.quantize_rows(x, recipe.activation, rows_per_scale=rows_per_scale, front=front)
@@ -170,9 +174,9 @@ def _backward(recipe, out_dtype, implementation, residuals, g):
     backend = BACKENDS[implementation]
     x, w, front, q_x, q_w = residuals
     dtype = product_dtype(x, recipe)
-    a = backend.apply_front(front, x).astype(dtype) if q_x is None else q_x.dequantize()
-    b = w.astype(dtype) if q_w is None else q_w.dequantize()
-    g = g.astype(dtype)
+    a = as_operand(backend.apply_front(front, x), dtype) if q_x is None else q_x.dequantize()
+    b = as_operand(w, dtype) if q_w is None else q_w.dequantize()
+    g = as_operand(g, dtype)
     dw = backend.matmul_dw(g, a, w.dtype)
     dx = backend.matmul_dx(g, b, x.dtype)
     d_front, dx = front_gradient(front, x, dx)

@@ -40,6 +40,9 @@ class Quantizer:
 
     def __post_init__(self):
         _check_choice("scope", self.scope, ("row", "tensor"))
+        for name in ("pow2_scale", "four_over_six"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Recipe:
 
     def __post_init__(self):
         _check_choice("backward", self.backward, ("original", "dequantized"))
+        for name in ("activation", "weight"):
+            if not isinstance(getattr(self, name), Quantizer | None):
+                raise TypeError(f"{name} must be a Quantizer or None, got {getattr(self, name)!r}")
         if (self.activation is None) != (self.weight is None):
             raise ValueError(
                 "a recipe quantises both operands or neither, got "
@@ -80,6 +86,10 @@ class Rule:
     glob: str
     recipe: Recipe
 
+    def __post_init__(self):
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"recipe must be a Recipe, got {self.recipe!r} for {self.glob!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -93,21 +103,22 @@ class Policy:
             if not isinstance(rule, Rule):
                 raise TypeError(f"rules must be Rule objects, got {rule!r}")
 
-    def _first_match(self, name: str) -> Rule | None:
-        matches = (rule for rule in self.rules if fnmatch.fnmatchcase(name, rule.glob))
+    def _first_match(self, name: str) -> int | None:
+        """The index of the rule that decides for `name`."""
+        matches = (i for i, rule in enumerate(self.rules) if fnmatch.fnmatchcase(name, rule.glob))
         return next(matches, None)
 
     def recipe_for(self, name: str) -> Recipe:
         """The recipe of the layer called `name`; UNQUANTIZED where no rule matches."""
-        rule = self._first_match(name)
-        return UNQUANTIZED if rule is None else rule.recipe
+        match = self._first_match(name)
+        return UNQUANTIZED if match is None else self.rules[match].recipe
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raises ValueError if a rule decides for none of the layers `names`."""
         names = list(names)
         used = {self._first_match(name) for name in names}
-        for rule in self.rules:
-            if rule not in used:
+        for index, rule in enumerate(self.rules):
+            if index not in used:
                 examples = ", ".join(sorted(names)[:4])
                 raise ValueError(
                     f"rule {rule.glob!r} decides for no layer: it matches none of {examples}, ... "
@@ -133,7 +144,7 @@ def last_layers_unquantized(
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     if not 0.0 < fraction < 1.0:
         raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
-    first = num_layers - math.ceil(num_layers * fraction)
+    first = num_layers - math.ceil(round(num_layers * fraction, 9))
     rules = [Rule(f"layers.{layer}.*", UNQUANTIZED) for layer in range(first, num_layers)]
     return Policy([*rules, Rule("layers.*", recipe)] if first > 0 else rules)
 

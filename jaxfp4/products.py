@@ -116,13 +116,17 @@ def _grouped_matmul(quantized: bool, dtype: Any) -> Any:
 
 def _whole_groups(sizes: jax.Array, rows: int) -> jax.Array:
     """[B, G] group sizes as [B * G], each element's last group taking its unused rows."""
-    unused = rows - sizes.sum(axis=1)
-    return sizes.at[:, -1].add(unused.astype(jnp.int32)).reshape(-1)
+    unused = rows - sizes.sum(axis=1, dtype=jnp.int32)
+    # Sizes that are not legal stay so, for the handler to refuse.
+    legal = (unused >= 0) & (sizes >= 0).all(axis=1)
+    last = jnp.where(legal, sizes[:, -1] + unused, -1)
+    return sizes.at[:, -1].set(last).reshape(-1)
 
 
 def _zero_unused(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """[B, M, ...] with zeros in the rows past the sum of each element's group sizes."""
-    used = jnp.arange(rows.shape[1]) < sizes.sum(axis=1, keepdims=True)
+    sums = sizes.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    used = jnp.arange(rows.shape[1], dtype=jnp.int32) < sums
     return jnp.where(used[..., None], rows, jnp.zeros((), rows.dtype))
 
 

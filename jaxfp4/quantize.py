@@ -24,11 +24,13 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jaxfp4.array import Fp4Array
-from jaxfp4.batching import broadcast, loop, merge, unfold
+from jaxfp4.batching import broadcast, first_rows, loop, merge, unfold
+from jaxfp4.checks import check_array, check_quantizable
 from jaxfp4.custom_calls import absent, call, match_varying
 from jaxfp4.format import BLOCK
 from jaxfp4.fronts import Front, RMSNorm, SwiGLU
 from jaxfp4.policy import Quantizer, Scope
+from jaxfp4.rounding import as_fp32
 
 _FRONT_NONE, _FRONT_SWIGLU, _FRONT_RMSNORM = 0, 1, 2
 
@@ -61,10 +63,8 @@ def quantize(
     if scope == "tensor" and x.ndim < 2:
         raise ValueError(f"scope 'tensor' needs a matrix, got x of shape {x.shape}")
     scale_shape = x.shape[:-1] if scope == "row" else x.shape[:-2]
-    if amax is not None and (amax.shape != scale_shape or amax.dtype != jnp.float32):
-        raise ValueError(
-            f"amax must be float32 of shape {scale_shape}, got {amax.dtype} of shape {amax.shape}"
-        )
+    if amax is not None:
+        check_array("amax", amax, scale_shape, jnp.float32)
     if x.size == 0:
         return Fp4Array(
             jnp.zeros((*x.shape[:-1], x.shape[-1] // 2), jnp.uint8),
@@ -83,18 +83,6 @@ def quantize(
         q.block_scales.reshape(*x.shape[:-1], -1),
         q.scale.reshape(scale_shape),
     )
-
-
-def check_quantizable(name: str, x: jax.Array, depth: int) -> None:
-    """Raises unless x is bf16 or fp32 and its quantised width `depth` is a multiple of 16."""
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"{name} must be bfloat16 or float32, got {x.dtype}")
-    if depth == 0 or depth % BLOCK:
-        nearest = max(BLOCK, (depth + BLOCK // 2) // BLOCK * BLOCK)
-        raise ValueError(
-            f"{name} must have a multiple of {BLOCK} values to quantise along its last axis, got "
-            f"{depth} in shape {x.shape}; the nearest legal number is {nearest}"
-        )
 
 
 def quantize_rows(
@@ -120,7 +108,7 @@ def quantize_rows(
         kind = _FRONT_SWIGLU
     elif isinstance(front, RMSNorm):
         kind, eps = _FRONT_RMSNORM, front.eps
-        weight = front.weight.astype(jnp.float32)
+        weight = as_fp32(front.weight)
     run = _quantize_call(kind, eps, rows_per_scale, quantizer.pow2_scale, quantizer.four_over_six)
     codes, block_scales, scale = run(
         *match_varying(
@@ -179,13 +167,13 @@ def _quantize_call(
         )
         x_rows = x.shape[1]
         if rows.shape[1] or group_sizes.shape[1]:
-            index = rows if rows.shape[1] else jnp.broadcast_to(jnp.arange(x_rows), (size, x_rows))
+            every = jnp.broadcast_to(jnp.arange(x_rows, dtype=jnp.int32), (size, x_rows))
+            index = rows if rows.shape[1] else every
             outside = (index < 0) | (index >= x_rows)
             if group_sizes.shape[1]:
-                used = group_sizes.sum(axis=1, keepdims=True)
-                outside |= jnp.arange(index.shape[1]) >= used
-            first = jnp.arange(size, dtype=jnp.int32)[:, None] * x_rows
-            rows = jnp.where(outside, -1, index + first).astype(jnp.int32)
+                used = group_sizes.sum(axis=1, keepdims=True, dtype=jnp.int32)
+                outside |= jnp.arange(index.shape[1], dtype=jnp.int32) >= used
+            rows = jnp.where(outside, -1, index + first_rows(size, x_rows)[:, None])
         outputs = run(merge(x), front_weight, merge(rows), merge(amax), absent(jnp.int32))
         return unfold(size, outputs), (True,) * 3
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxfp4.batching import fold, over_rows, unfold
+from jaxfp4.batching import first_rows, fold, over_rows, unfold
 from jaxfp4.checks import check_array, check_float
 from jaxfp4.custom_calls import absent, call, match_varying
 
@@ -121,7 +121,7 @@ def _fold_slots(size, batched, operands):
     """y, weights, slots and more with the batch folded into rows, slots moved to their rows."""
     y_rows = operands[0].shape[1 if batched[0] else 0]
     slots = operands[2] if batched[2] else jnp.broadcast_to(operands[2], (size, *operands[2].shape))
-    first = jnp.arange(size, dtype=jnp.int32)[:, None, None] * jnp.int32(y_rows)
+    first = first_rows(size, y_rows)[:, None, None]
     slots = jnp.where((slots >= 0) & (slots < y_rows), slots + first, -1)
     return fold(size, [*batched[:2], True, *batched[3:]], [*operands[:2], slots, *operands[3:]])
 

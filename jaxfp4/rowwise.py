@@ -20,18 +20,7 @@ import numpy as np
 from jaxfp4.batching import over_rows
 from jaxfp4.checks import check_array, check_float
 from jaxfp4.custom_calls import absent, call, match_varying
-
-
-def round_to_bf16(x: jax.Array) -> jax.Array:
-    """fp32 x really rounded to bf16: a convert there and back is one that XLA may drop."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
-
-
-def as_fp32(x: jax.Array) -> jax.Array:
-    """x in fp32, where XLA may not undo the rounding to bf16 that made x."""
-    if x.dtype == jnp.float32:
-        return x
-    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+from jaxfp4.rounding import as_fp32, round_to_bf16
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
@@ -39,7 +28,10 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def residual_add(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x + y, really rounded to their dtype, so that what XLA fuses around it changes no bit.
+    """x + y; in bf16 really rounded, so that what XLA fuses around it changes no bit.
+
+    In fp32 it is a plain addition, which XLA may contract with a multiplication that makes one of
+    its operands; the results of custom calls are safe from that.
 
     Args:
       x, y: bf16 or fp32, of one shape and dtype.
@@ -48,7 +40,7 @@ def residual_add(x: jax.Array, y: jax.Array) -> jax.Array:
     check_array("y", y, x.shape, x.dtype)
     if x.dtype == jnp.float32:
         return x + y
-    return round_to_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
+    return round_to_bf16(as_fp32(x) + as_fp32(y))
 
 
 # --- RMSNorm ---

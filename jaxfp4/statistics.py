@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp4.array import Fp4Array
+from jaxfp4.checks import check_fp4
 from jaxfp4.format import BLOCK, E2M1_MAX
 
 _LARGEST_BELOW_E4M3_OVERFLOW = 464.0  # halfway between 448 and 480: rounds to 448 or saturates
@@ -29,8 +30,7 @@ def statistics(x: jax.Array, q: Fp4Array) -> dict[str, jax.Array]:
       fp32 scalars smallest_block_scale (over all finite blocks) and relative_error, the
       root of sum((x - q)^2) / sum(x^2) over finite blocks (0 where x is zero).
     """
-    if x.shape != q.shape:
-        raise ValueError(f"x has shape {x.shape} and q {q.shape}: they must be the same tensor")
+    check_fp4("q", q, x.shape, q.scope)
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     sf = q.block_scales.astype(jnp.float32)
@@ -42,11 +42,12 @@ def statistics(x: jax.Array, q: Fp4Array) -> dict[str, jax.Array]:
 
     values = q.dequantize(jnp.float32).reshape(blocks.shape)
     keep = finite[..., None]
-    # By the largest magnitude, so that no square overflows.
-    unit = jnp.max(jnp.where(keep, jnp.abs(blocks), 0.0), initial=0.0)
-    unit = jnp.where(unit > 0, unit, 1.0)
-    error = jnp.sum(jnp.where(keep, (blocks - values) / unit, 0.0) ** 2)
-    total = jnp.sum(jnp.where(keep, blocks / unit, 0.0) ** 2)
+    # By the largest magnitude, so that no square overflows; by an eighth of both, because XLA may
+    # multiply by the unit's reciprocal, which would be subnormal for the largest of units.
+    unit = jnp.max(jnp.where(keep, jnp.abs(blocks), 0.0), initial=0.0) / 8
+    unit = jnp.maximum(unit, 2.0**-126)
+    error = jnp.sum(jnp.where(keep, (blocks / 8 - values / 8) / unit, 0.0) ** 2)
+    total = jnp.sum(jnp.where(keep, blocks / 8 / unit, 0.0) ** 2)
     capacity = _LARGEST_BELOW_E4M3_OVERFLOW * E2M1_MAX * scale
     return {
         "blocks": jnp.int32(sf.size),
