@@ -45,7 +45,7 @@ def check_fp4(name: str, q: Fp4Array, shape: tuple[int, ...], scope: str) -> Non
     if q.shape != shape or q.scale.shape != scale_shape:
         raise ValueError(
             f"{name} has shape {q.shape} and scale {q.scale.shape}, expected shape {shape} and, "
-            f"with scope {scope!r}, scale {scale_shape}: use prepare(w, recipe)"
+            f"with scope {scope!r}, scale {scale_shape}"
         )
     check_array(f"{name}.codes", q.codes, (*rows, depth // 2), jnp.uint8)
     block_scales = (*rows, depth // BLOCK)

@@ -286,7 +286,7 @@ X, W = jnp.zeros((4, 32), jnp.bfloat16), jnp.zeros((8, 32))
         (
             lambda: jaxfp4.linear(X, W, quantized=jaxfp4.quantize(W, "row")),
             ValueError,
-            "scope 'row'.*use prepare",
+            r"scale \(8,\), expected.*scope 'tensor', scale \(\)",
         ),
         (
             lambda: jaxfp4.linear(X, W, jaxfp4.UNQUANTIZED, quantized=jaxfp4.quantize(W)),
