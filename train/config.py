@@ -167,7 +167,7 @@ class Grpo:
     between sampler and learner is 0."""
     resample: int = 0
     """Dynamic sampling: at most this many further rollouts in a step, to replace the groups whose
-    rewards are all equal."""
+    rewards are all equal; those that are left take no part in the loss. 0: every group counts."""
     overlong_buffer: int = 0
     """Length penalty: the reward falls by up to 1 over the last so many tokens; 0: none."""
     shuffle_rewards: bool = False

@@ -213,7 +213,11 @@ class Trainer:
         grpo, loss = self.run.grpo, self.run.loss
         reference = None
         rewards = rollout.rewards
-        learned = informative(rewards, grpo.group_size)
+        # Dynamic sampling leaves groups of equal rewards out of the loss; without it they count in
+        # the normaliser, with advantages of 0.
+        learned = jnp.ones(rewards.shape, bool)
+        if grpo.resample:
+            learned = informative(rewards, grpo.group_size)
         if self.reference is not None:
             reference = self.learner.score(self.reference, rollout)[0]
             if loss.kl_place == "reward":
