@@ -266,3 +266,26 @@ def test_shapes_that_are_not_legal(changed, message):
     }
     with pytest.raises(ValueError, match=message):
         attention(**operands)
+
+
+def test_a_cotangent_reaches_only_the_keys_of_its_own_query():
+    q, k, v = (normal(i, (1, 8, 1, 16), "fp32") for i in range(3))
+    start = jnp.zeros((1, 8), jnp.int32)
+    end = jnp.arange(1, 9, dtype=jnp.int32)[None]
+    _, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, start, end), q, k, v)
+    g = normal(3, (1, 8, 1, 16), "fp32")
+    _, dk, dv = pullback(g.at[0, 2].set(0.0))
+    _, dk_nan, dv_nan = pullback(g.at[0, 2].set(jnp.nan))
+    for clean, other in ((dk, dk_nan), (dv, dv_nan)):
+        np.testing.assert_array_equal(clean[0, 3:], other[0, 3:])
+        assert np.isnan(other[0, :3]).any(axis=(1, 2)).all()
+
+
+def test_scores_of_minus_infinity_before_finite_ones():
+    slots = 70
+    q = jnp.full((1, 1, 1, 16), 1e3)
+    k = jnp.full((1, slots, 1, 16), -3e38).at[:, 66:].set(0.0)
+    v = normal(0, (1, slots, 1, 16), "fp32")
+    start, end = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), slots, jnp.int32)
+    o = attention(q, k, v, start, end)
+    np.testing.assert_allclose(o[0, 0, 0], v[0, 66:, 0].mean(axis=0), rtol=1e-5)

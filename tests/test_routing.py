@@ -146,3 +146,17 @@ def test_routing_says_what_is_wrong():
         jaxfp4.combine_experts(logits, logits, jnp.zeros((4, 7), jnp.int32))
     with pytest.raises(ValueError, match=r"y must be \[R, H\]"):
         jaxfp4.combine_experts(logits[0], logits, jnp.zeros((4, 8), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("logits", "experts"), [([[0.0, 1.0]], [[2, -1]]), ([[0.0, -200.0]], [[1, 5]])]
+)
+def test_replayed_experts_without_any_weight(logits, experts):
+    def weights(logits):
+        return jaxfp4.router_topk(
+            logits, 2, norm_topk_prob=True, experts=jnp.asarray(experts, jnp.int32)
+        )[0]
+
+    value, pullback = jax.vjp(weights, jnp.asarray(logits, jnp.float32))
+    np.testing.assert_array_equal(value, 0.0)
+    np.testing.assert_array_equal(pullback(jnp.ones_like(value))[0], 0.0)

@@ -59,16 +59,21 @@ void Weights(const LaneCounts<Lanes>& keys, float scale, float* s_t, float* larg
       block_largest[lane] = score > block_largest[lane] ? score : block_largest[lane];
     }
   }
+  // Where every score so far is -infinity there is nothing to subtract: the weights are 0.
+  alignas(64) float base[Lanes];
+  for (int lane = 0; lane < Lanes; ++lane) {
+    base[lane] = block_largest[lane] == kMinusInf ? 0.0f : block_largest[lane];
+  }
   for (int32_t key = 0; key < keys.most; ++key) {
     float* s = s_t + key * Lanes;
     for (int lane = 0; lane < Lanes; ++lane) {
-      const float weight = Exp(Sub(s[lane], block_largest[lane]));
+      const float weight = Exp(Sub(s[lane], base[lane]));
       s[lane] = key < keys.counts[lane] ? weight : 0.0f;
       block_sum[lane] = Add(block_sum[lane], s[lane]);
     }
   }
   for (int lane = 0; lane < Lanes; ++lane) {
-    const float shrink = Exp(Sub(largest[lane], block_largest[lane]));
+    const float shrink = Exp(Sub(largest[lane], base[lane]));
     alpha[lane] = keys.counts[lane] > 0 ? shrink : 1.0f;
     sum[lane] = Add(Mul(sum[lane], alpha[lane]), block_sum[lane]);
     largest[lane] = block_largest[lane];

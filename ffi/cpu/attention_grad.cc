@@ -88,6 +88,21 @@ struct KeySums {
   float* dv;
 };
 
+// sums[key] += weights[key][lane] * rows[lane] for the lanes whose range holds the key, over the
+// keys that some lanes do not see. A weight of 0 would not do for those: 0 times infinity is NaN.
+void AddPartlySeenKeys(const LaneCounts<kLanes>& keys, const float* weights, const float* rows,
+                       int64_t padded, float* sums) {
+  for (int64_t key = keys.least; key < keys.most; ++key) {
+    float* sum = sums + key * padded;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (key >= keys.counts[lane]) continue;
+      const float weight = weights[key * kLanes + lane];
+      const float* row = rows + lane * padded;
+      for (int64_t d = 0; d < padded; ++d) sum[d] += weight * row[d];
+    }
+  }
+}
+
 void AddBlock(int64_t dim, float scale, int64_t begin, const float* k, const float* v, float* s_t,
               float* d_p_t, const KeySums& sums, Group* group) {
   const int64_t padded = PaddedDim(dim);
@@ -102,12 +117,15 @@ void AddBlock(int64_t dim, float scale, int64_t begin, const float* k, const flo
   ScoreGradients(keys, *group, scale, s_t, d_p_t);
   LaneProduct<kVectors>(dim, keys.most, k, 1, dim, d_p_t, kLanes, group->dq_t, kLanes, keys.least,
                         keys.counts);
+  // Keys that every lane attends to; then those of some lanes, each lane for itself.
   for (int64_t d = 0; d < dim; d += kLanes) {
-    LaneProduct<kVectors>(keys.most, kLanes, s_t, kLanes, 1, group->d_o + d, padded,
+    LaneProduct<kVectors>(keys.least, kLanes, s_t, kLanes, 1, group->d_o + d, padded,
                           sums.dv + begin * padded + d, padded, kLanes, keys.counts);
-    LaneProduct<kVectors>(keys.most, kLanes, d_p_t, kLanes, 1, group->q + d, padded,
+    LaneProduct<kVectors>(keys.least, kLanes, d_p_t, kLanes, 1, group->q + d, padded,
                           sums.dk + begin * padded + d, padded, kLanes, keys.counts);
   }
+  AddPartlySeenKeys(keys, s_t, group->d_o, padded, sums.dv + begin * padded);
+  AddPartlySeenKeys(keys, d_p_t, group->q, padded, sums.dk + begin * padded);
 }
 
 template <class T>

@@ -135,7 +135,8 @@ void RouterTopK(Pool& pool, const RouterTopKArgs& args) {
       if (!args.norm_topk_prob) continue;
       float total = 0.0f;
       for (int64_t j = 0; j < k; ++j) total = Add(total, weights[j]);
-      for (int64_t j = 0; j < k; ++j) weights[j] = Div(weights[j], total);
+      // All of the given experts may be unknown or have a probability that underflows.
+      for (int64_t j = 0; j < k; ++j) weights[j] = total == 0.0f ? 0.0f : Div(weights[j], total);
     }
   });
 }
