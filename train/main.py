@@ -132,7 +132,8 @@ def _train(trainer: Trainer, folder: Path, writer: MetricsWriter, *, resumed: bo
                 record = trainer.evaluate(trainer.state.weights, trainer.step)
                 writer.write_evaluation(trainer.step, record)
 
-        evaluate()
+        if trainer.step == 0:
+            evaluate()
         with ProgressBar(run.grpo.steps, start=trainer.step) as bar:
             while trainer.step < run.grpo.steps:
                 record = trainer.train_step()

@@ -25,7 +25,7 @@ from train.tokenizer import CharTokenizer
 def tiny() -> Run:
     """A small Qwen3 MoE from random weights: supervised until it knows the format, then GRPO."""
     # The answer's last digit first: the carry is found in the order in which it is needed.
-    problems = Arithmetic(low=0, high=99, width=2, reverse_answer=True)
+    problems = Arithmetic(low=0, high=49, width=2, reverse_answer=True)
     return Run(
         name="tiny",
         model=Model(
@@ -47,7 +47,7 @@ def tiny() -> Run:
         ),
         data=Data(kind="arithmetic", arithmetic=problems),
         sampling=Sampling(max_new_tokens=problems.max_answer_length + 1),
-        grpo=Grpo(steps=400, prompts=64, group_size=8, micro_batch=512),
+        grpo=Grpo(steps=300, prompts=64, group_size=8, micro_batch=512),
         optimizer=Optimizer(learning_rate=4e-4, warmup_steps=5, beta2=0.99),
         supervised=Supervised(
             accuracy=0.35,
