@@ -236,7 +236,7 @@ ONES = jnp.ones((2, 32))
     [
         ({"x": jnp.ones((2, 17))}, ValueError, r"multiple of 16.*17.*\(2, 17\).*16"),
         ({"x": jnp.ones((2, 0))}, ValueError, "multiple of 16"),
-        ({"x": jnp.float32(1)}, ValueError, "multiple of 16"),
+        ({"x": jnp.float32(1)}, ValueError, "x must have at least 1 axes"),
         ({"x": jnp.ones((2, 32), jnp.float16)}, TypeError, "float16"),
         ({"x": jnp.ones((2, 32), jnp.int32)}, TypeError, "int32"),
         ({"x": jnp.ones(32), "scope": "tensor"}, ValueError, r"matrix.*\(32,\)"),
