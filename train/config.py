@@ -17,6 +17,9 @@ from models import Qwen3Config
 from train.grpo import LossConfig
 from train.tasks import Arithmetic
 
+DataKind = Literal[
+    "arithmetic", "reasoning-gym", "gsm8k", "svamp", "dapo", "math", "olympiadbench", "ifeval"
+]
 Quantization = Literal["all-linears", "experts-only", "last-15-percent-bf16", "none"]
 
 
@@ -48,16 +51,7 @@ class Model:
 class Data:
     """Prompts and what grades the answers."""
 
-    kind: Literal[
-        "arithmetic",
-        "reasoning-gym",
-        "gsm8k",
-        "svamp",
-        "dapo",
-        "math",
-        "olympiadbench",
-        "ifeval",
-    ]
+    kind: DataKind
     """Kind of the data: made-up sums, a task of reasoning-gym, or a JSONL file of one of these
     data sets."""
     path: Path | None = None
