@@ -5,7 +5,8 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// X(name): the handler's symbol on the CPU is jaxfp4_cpu_<name>, its target jaxfp4_<name>.
+// X(name): the handler's symbol is jaxfp4_cpu_<name> on the CPU and jaxfp4_cuda_<name> on a GPU,
+// its target jaxfp4_<name>.
 #define JAXFP4_FOR_EACH_HANDLER(X) \
   X(quantize)                      \
   X(quantize_tiled)                \
@@ -29,8 +30,36 @@
   X(token_logprob)                 \
   X(logits_logprob)
 
+// Those that have CUDA kernels.
+#define JAXFP4_FOR_EACH_CUDA_HANDLER(X) \
+  X(quantize) \
+  X(quantize_tiled) \
+  X(quantize_expanded) \
+  X(nvfp4_matmul) \
+  X(nvfp4_grouped_matmul) \
+  X(matmul) \
+  X(grouped_matmul) \
+  X(matmul_dx) \
+  X(grouped_matmul_dx) \
+  X(matmul_dw) \
+  X(grouped_matmul_dw) \
+  X(rmsnorm) \
+  X(swiglu) \
+  X(qk_norm_rope) \
+  X(router_topk) \
+  X(combine_experts) \
+  X(combine_experts_grad) \
+  X(token_logprob) \
+  X(logits_logprob)
+
 #define JAXFP4_DECLARE_CPU_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cpu_##name);
 JAXFP4_FOR_EACH_HANDLER(JAXFP4_DECLARE_CPU_HANDLER)
 #undef JAXFP4_DECLARE_CPU_HANDLER
+
+#ifdef JAXFP4_CUDA
+#define JAXFP4_DECLARE_CUDA_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cuda_##name);
+JAXFP4_FOR_EACH_CUDA_HANDLER(JAXFP4_DECLARE_CUDA_HANDLER)
+#undef JAXFP4_DECLARE_CUDA_HANDLER
+#endif
 
 #endif  // JAXFP4_HANDLERS_H_

@@ -10,13 +10,21 @@ namespace py = pybind11;
 namespace {
 
 py::dict Registrations() {
+  py::dict platforms;
   py::dict cpu;
 #define JAXFP4_ADD(name) \
   cpu["jaxfp4_" #name] = py::capsule(reinterpret_cast<void*>(jaxfp4_cpu_##name));
   JAXFP4_FOR_EACH_HANDLER(JAXFP4_ADD)
 #undef JAXFP4_ADD
-  py::dict platforms;
   platforms["cpu"] = cpu;
+#ifdef JAXFP4_CUDA
+  py::dict cuda;
+#define JAXFP4_ADD(name) \
+  cuda["jaxfp4_" #name] = py::capsule(reinterpret_cast<void*>(jaxfp4_cuda_##name));
+  JAXFP4_FOR_EACH_CUDA_HANDLER(JAXFP4_ADD)
+#undef JAXFP4_ADD
+  platforms["cuda"] = cuda;
+#endif
   return platforms;
 }
 

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec
 
 from jaxfp4 import _custom_calls
 
+_XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # XLA's name for the platform that JAX lowers for
 _PLATFORMS: dict[str, list[str]] = {}  # of each target
 
 for _platform, _targets in _custom_calls.registrations().items():
     for _name, _handler in _targets.items():
-        jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
+        jax.ffi.register_ffi_target(_name, _handler, platform=_XLA_PLATFORMS[_platform])
         _PLATFORMS.setdefault(_name, []).append(_platform)
 
 
