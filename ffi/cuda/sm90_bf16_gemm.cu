@@ -17,8 +17,8 @@ using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 EncodeTiled FindEncodeTiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess
              ? reinterpret_cast<EncodeTiled>(function)
              : nullptr;
@@ -35,42 +35,60 @@ cudaError_t MakeMap(const uint16_t* data, int64_t width, int64_t lines, int64_t 
                                  static_cast<cuuint64_t>(width * lines) * 2};
   const cuuint32_t box[3] = {64, 64, 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<uint16_t*>(data), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<uint16_t*>(data), sizes, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 struct Launch {
   CUtensorMap map_a, map_b;
   GemmParams params;
-  int64_t row_tiles;  // an upper bound, of kTileRows
+  int64_t max_slabs;  // of all groups' results along their rows, an upper bound
+  bool ragged;        // groups share the slabs in a way that the host does not know
   cudaStream_t stream;
 };
 
-template <int kColumns, Major kMajorA, Major kMajorB, Share kShare, bool kRaggedDepth, class Y>
+// The height of a tile, in slabs, that leaves the fewest slabs to the busiest cluster. Ragged
+// groups take the tallest: it reads b least often.
+int TileSlabs(const Launch& launch, int64_t column_pairs, int64_t clusters) {
+  if (launch.ragged) return kMaxSlabs;
+  int best = kMaxSlabs;
+  int64_t best_cost = INT64_MAX;
+  for (int slabs = kMaxSlabs; slabs >= 2; --slabs) {
+    const int64_t tiles = (launch.max_slabs + slabs - 1) / slabs * column_pairs;
+    // A tile costs its slabs, and a share for its columns and its start.
+    const int64_t cost = (tiles + clusters - 1) / clusters * (8 * slabs + 2);
+    if (cost < best_cost) {
+      best = slabs;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+template <Major kMajorA, Major kMajorB, bool kRaggedDepth, class Y>
 cudaError_t Run(Launch launch) {
-  constexpr int kCluster = kShare == Share::kNothing ? 1 : 2;
-  constexpr int kSharedBytes = sizeof(SharedMemory<kColumns>) + 1024;
-  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
-  const auto kernel = GemmGlobal<kColumns, kMajorA, kMajorB, kShare, kRaggedDepth, Y>;
+  static_assert(sizeof(SharedMemory) <= 227 * 1024, "more shared memory than a block can have");
+  const auto kernel = GemmGlobal<kMajorA, kMajorB, kRaggedDepth, Y>;
   int processors;
   if (cudaError_t error = MultiprocessorCount(&processors); error != cudaSuccess) return error;
-  if (cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               sizeof(SharedMemory));
       error != cudaSuccess) {
     return error;
   }
-  const int64_t column_tiles = (launch.params.columns + kColumns - 1) / kColumns;
-  launch.params.column_tiles =
-      static_cast<int>(kShare == Share::kA ? (column_tiles + 1) / 2 : column_tiles);
-  const int64_t blocks = std::min<int64_t>(processors / kCluster * kCluster,
-                                           (launch.row_tiles + 1) * (column_tiles + 1));
+  constexpr int kPairColumns = kCluster * kTileColumns;
+  const int64_t column_pairs = (launch.params.columns + kPairColumns - 1) / kPairColumns;
+  launch.params.column_pairs = static_cast<int>(column_pairs);
+  launch.params.slabs = TileSlabs(launch, column_pairs, processors / kCluster);
+  const int64_t clusters =
+      std::clamp<int64_t>(launch.max_slabs * column_pairs, 1, processors / kCluster);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::max<int64_t>(blocks / kCluster * kCluster, kCluster)));
+  config.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
+  config.dynamicSmemBytes = sizeof(SharedMemory);
   config.stream = launch.stream;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -93,9 +111,9 @@ cudaError_t MakeForward(const Gemm& gemm, cudaStream_t stream, Launch* launch) {
                     gemm.rows,
                     0,
                     gemm.inputs,
-                    gemm.outputs,
-                    0};
-  launch->row_tiles = (gemm.rows + kTileRows - 1) / kTileRows + gemm.groups;
+                    gemm.outputs};
+  launch->max_slabs = (gemm.rows + kSlabRows - 1) / kSlabRows + gemm.groups - 1;
+  launch->ragged = gemm.groups > 1;
   launch->stream = stream;
   if (cudaError_t error = MakeMap(gemm.a, gemm.inputs, gemm.rows, 1, &launch->map_a);
       error != cudaSuccess) {
@@ -116,9 +134,9 @@ cudaError_t MakeInputGradient(const Gemm& gemm, cudaStream_t stream, Launch* lau
                     gemm.rows,
                     0,
                     gemm.outputs,
-                    gemm.inputs,
-                    0};
-  launch->row_tiles = (gemm.rows + kTileRows - 1) / kTileRows + gemm.groups;
+                    gemm.inputs};
+  launch->max_slabs = (gemm.rows + kSlabRows - 1) / kSlabRows + gemm.groups - 1;
+  launch->ragged = gemm.groups > 1;
   launch->stream = stream;
   if (cudaError_t error = MakeMap(gemm.a, gemm.outputs, gemm.rows, 1, &launch->map_a);
       error != cudaSuccess) {
@@ -139,9 +157,9 @@ cudaError_t MakeWeightGradient(const Gemm& gemm, cudaStream_t stream, Launch* la
                     gemm.rows,
                     gemm.outputs,
                     0,
-                    gemm.inputs,
-                    0};
-  launch->row_tiles = (gemm.outputs + kTileRows - 1) / kTileRows * gemm.groups;
+                    gemm.inputs};
+  launch->max_slabs = (gemm.outputs + kSlabRows - 1) / kSlabRows * gemm.groups;
+  launch->ragged = false;
   launch->stream = stream;
   if (cudaError_t error = MakeMap(gemm.a, gemm.outputs, gemm.rows, 1, &launch->map_a);
       error != cudaSuccess) {

@@ -55,16 +55,17 @@ struct WgmmaAtom<128, a, b> {
 
 // sum[64 x kColumns] (+)= a[64 x 16] times b[16 x kColumns], of the calling warpgroup.
 template <int kColumns, Major a, Major b, size_t... i>
-__device__ inline void Wgmma(uint64_t descriptor_a, uint64_t descriptor_b, float (&sum)[kColumns / 2],
-                             bool accumulate, std::index_sequence<i...>) {
+__device__ inline void Wgmma(uint64_t descriptor_a, uint64_t descriptor_b,
+                             float (&sum)[kColumns / 2], bool accumulate,
+                             std::index_sequence<i...>) {
   using cute::SM90::GMMA::ScaleOut;
   WgmmaAtom<kColumns, a, b>::Type::fma(descriptor_a, descriptor_b, sum[i]...,
                                        accumulate ? ScaleOut::One : ScaleOut::Zero);
 }
 
 template <int kColumns, Major a, Major b>
-__device__ inline void Wgmma(uint64_t descriptor_a, uint64_t descriptor_b, float (&sum)[kColumns / 2],
-                             bool accumulate) {
+__device__ inline void Wgmma(uint64_t descriptor_a, uint64_t descriptor_b,
+                             float (&sum)[kColumns / 2], bool accumulate) {
   Wgmma<kColumns, a, b>(descriptor_a, descriptor_b, sum, accumulate,
                         std::make_index_sequence<kColumns / 2>());
 }
