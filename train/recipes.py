@@ -81,7 +81,13 @@ def qwen3_30b_a3b() -> Run:
         data=Data(kind="dapo"),
         sampling=Sampling(max_new_tokens=8192),
         grpo=Grpo(
-            steps=200, prompts=64, group_size=16, micro_batch=4, resample=2, overlong_buffer=1024
+            steps=200,
+            prompts=64,
+            group_size=16,
+            micro_batch=4,
+            old_logprob="recompute",
+            resample=2,
+            overlong_buffer=1024,
         ),
         loss=LossConfig(sampler_ratio_cap=2.0),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=10, weight_decay=0.1),
