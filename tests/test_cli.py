@@ -79,6 +79,7 @@ def test_every_option_has_a_help_text():
         (["tiny", "--sampling.top-k", "5"], ["sampling.top-k=5", "whole vocabulary"]),
         (["tiny", "--sampling.temperature", "0"], ["sampling.temperature=0", "above 0"]),
         (["tiny", "--sampling.temperature", "-1"], ["sampling.temperature=-1.0", "0 or more"]),
+        (["tiny", "--sampling.micro-batch", "4"], ["sampling.micro-batch=4", "group-size=8"]),
         (["tiny", "--evaluation.temperature", "-1"], ["evaluation.temperature=-1.0", "0 or more"]),
         (["tiny", "--evaluation.top-p", "0"], ["evaluation.top-p=0.0", "at most 1"]),
         (["tiny", "--optimizer.learning-rate", "nan"], ["optimizer.learning-rate=nan", "above 0"]),

@@ -112,10 +112,15 @@ class Sampling:
     """Draw from the k most likely tokens (evaluation only)."""
     top_p: float = 1.0
     """Draw from the fewest tokens that have this probability together (evaluation only)."""
+    micro_batch: int | None = None
+    """Completions that are drawn at a time, each with its cache of keys and values; None: all of
+    a rollout. Changes memory and speed, not the result."""
 
     def __post_init__(self) -> None:
         limit = self.max_new_tokens
         check("sampling.max-new-tokens", limit, limit >= 1, "at least 1")
+        size = self.micro_batch
+        check("sampling.micro-batch", size, size is None or size >= 1, "at least 1, or None")
         _check_drawing("sampling", self.temperature, self.top_k, self.top_p)
 
     @property
@@ -236,9 +241,11 @@ class Evaluation:
         check("evaluation.every", self.every, self.every >= 0, "0 or more")
         _check_drawing("evaluation", self.temperature, self.top_k, self.top_p)
 
-    def sampling(self, max_new_tokens: int) -> Sampling:
-        """These settings with the run's longest completion."""
-        return Sampling(max_new_tokens, self.temperature, self.top_k, self.top_p)
+    def sampling(self, training: Sampling) -> Sampling:
+        """How held-out answers are drawn: as in training, but for these settings."""
+        return dataclasses.replace(
+            training, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
+        )
 
 
 @dataclass(frozen=True)
@@ -289,6 +296,9 @@ class Run:
                 "sampling.temperature=0.0: training needs a temperature above 0, or all "
                 "completions of a prompt are equal; evaluation may use 0"
             )
+        size, group = sampling.micro_batch, self.grpo.group_size
+        rule = f"None or at least grpo.group-size={group}: a group shares its prefill"
+        check("sampling.micro-batch", size, size is None or size >= group, rule)
         buffer, limit = self.grpo.overlong_buffer, sampling.max_new_tokens
         check("grpo.overlong-buffer", buffer, buffer <= limit, f"at most {limit}, the length limit")
         cap = self.loss.sampler_ratio_cap

@@ -59,17 +59,16 @@ class Trainer:
                 f"tokenizer's {problems.tokenizer.vocab_size}"
             )
         self.graphdef, params = nnx.split(model, nnx.Param)
-        limit = run.sampling.max_new_tokens
         self.learner = Learner(
             graphdef=self.graphdef,
             optimizer=run.optimizer,
             loss=run.loss,
             temperature=run.sampling.temperature,
-            max_new_tokens=limit,
+            max_new_tokens=run.sampling.max_new_tokens,
             micro_batch=run.grpo.micro_batch,
         )
         self.sampler = self._sampler(run.sampling)
-        self.evaluation_sampler = self._sampler(run.evaluation.sampling(limit))
+        self.evaluation_sampler = self._sampler(run.evaluation.sampling(run.sampling))
         self.cursor = PromptCursor(len(problems.train), run.seed)
         self.step = 0
         self.state = self.learner.init(params)
