@@ -96,6 +96,7 @@ def test_every_option_has_a_help_text():
         (["tiny", "--grpo.stepz", "3"], ["--grpo.stepz", "--grpo.steps"]),
         (["tiny", "--grpo.prompts", "99999"], ["grpo.prompts=99999", "training problems"]),
         (["tiny", "--sampling.max-new-tokens", "1"], ["sampling.max-new-tokens=1", "needs"]),
+        (["tiny", "--supervised.batch", "9999"], ["supervised.batch=9999", "must be at most"]),
         (["tiny", "--data.reward", "no.such:thing"], ["no.such:thing", "cannot be imported"]),
         (["qwen3-4b"], ["model.checkpoint", "not given", "config.json"]),
         (["qwen3-4b", "--model.checkpoint", "/nowhere"], ["data.path", "not given", "gsm8k"]),

@@ -65,11 +65,10 @@ def teach_format(
     config = run.supervised
     assert config is not None  # The caller's condition.
     cursor = PromptCursor(len(problems.supervised), run.seed)
-    batch = min(config.batch, len(problems.supervised))
     record: dict[str, float] = {}
     with ProgressBar(config.max_steps, description="supervised") as bar:
         for step in range(1, config.max_steps + 1):
-            chosen = [problems.supervised[i] for i in cursor.take(batch)]
+            chosen = [problems.supervised[i] for i in cursor.take(config.batch)]
             rollout = worked_answers(problems, chosen, run.sampling.max_new_tokens)
             state, metrics = learner.supervised_update(state, rollout)
             record["supervised/loss"] = float(metrics["policy/loss"])
