@@ -3,35 +3,32 @@
 #define JAXFP4_FLOAT_BUFFERS_H_
 
 #include <cstdint>
-#include <string>
 
+#include "ffi/operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxfp4 {
 
-// Calls run(T()) with T = uint16_t for bf16 and T = float for f32.
+// Returns run(T()), an Error, with T = uint16_t for bf16 and T = float for f32.
 template <class Run>
-::xla::ffi::Error ForFloatType(::xla::ffi::DataType type, const char* name, const Run& run) {
-  namespace ffi = ::xla::ffi;
+::xla::ffi::Error ForFloatType(::xla::ffi::DataType type, const Run& run) {
   switch (type) {
-    case ffi::BF16:
-      run(uint16_t());
-      return ffi::Error::Success();
-    case ffi::F32:
-      run(float());
-      return ffi::Error::Success();
+    case ::xla::ffi::BF16:
+      return run(uint16_t());
+    case ::xla::ffi::F32:
+      return run(float());
     default:
-      return ffi::Error::InvalidArgument(std::string(name) + " must be bf16 or f32");
+      return ::xla::ffi::Error::Internal("a buffer that is neither bf16 nor f32 was not refused");
   }
 }
 
 template <class T>
-const T* FloatData(const ::xla::ffi::AnyBuffer& buffer) {
+const T* FloatData(const AnyBuffer& buffer) {
   return static_cast<const T*>(buffer.untyped_data());
 }
 
 template <class T>
-T* FloatData(::xla::ffi::Result<::xla::ffi::AnyBuffer>& buffer) {
+T* FloatData(AnyResult buffer) {
   return static_cast<T*>(buffer->untyped_data());
 }
 

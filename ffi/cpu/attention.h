@@ -22,14 +22,10 @@
 
 #include <cstdint>
 
+#include "ffi/attention_shape.h"
 #include "ffi/cpu/parallel.h"
 
 namespace jaxfp4::cpu {
-
-struct AttentionShape {
-  int64_t batch, queries, slots, heads, kv_heads, head_dim;
-  int64_t heads_per_kv() const { return heads / kv_heads; }
-};
 
 template <class T>
 struct AttentionInput {

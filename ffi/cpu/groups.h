@@ -18,11 +18,12 @@ struct Groups {
   int64_t rows(int64_t group) const { return starts[group + 1] - starts[group]; }
 };
 
-inline ::xla::ffi::ErrorOr<Groups> ReadGroups(::xla::ffi::Buffer<::xla::ffi::S32> group_sizes,
+// Of s32 [G]. No groups where it is absent.
+inline ::xla::ffi::ErrorOr<Groups> ReadGroups(const ::xla::ffi::AnyBuffer& group_sizes,
                                               int64_t rows) {
   Groups groups;
   for (int64_t g = 0; g < static_cast<int64_t>(group_sizes.element_count()); ++g) {
-    const int64_t size = group_sizes.typed_data()[g];
+    const int64_t size = group_sizes.typed_data<int32_t>()[g];
     if (size < 0) {
       return ::xla::ffi::Unexpected(
           ::xla::ffi::Error::InvalidArgument("group_sizes[" + std::to_string(g) + "] is " +

@@ -5,15 +5,9 @@
 #include <cstdint>
 
 #include "ffi/cpu/parallel.h"
+#include "ffi/front.h"
 
 namespace jaxfp4::cpu {
-
-// What is computed from a row of x before it is quantised. The values are the attribute's.
-enum class Front : int64_t {
-  kNone = 0,     // x [K]
-  kSwiGlu = 1,   // x [2K], gate first
-  kRmsNorm = 2,  // x [K] and a weight [K]
-};
 
 struct QuantizeArgs {
   // Input. T in Quantize<T> is float, or uint16_t for bf16.
