@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ffi/cpu/attention_lanes.h"
-#include "ffi/cpu/store_float.h"
+#include "ffi/cpu/float_values.h"
 
 namespace jaxfp4::cpu {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "ffi/cpu/attention.h"
 #include "ffi/cpu/attention_lanes.h"
-#include "ffi/cpu/store_float.h"
+#include "ffi/cpu/float_values.h"
 
 namespace jaxfp4::cpu {
 namespace {

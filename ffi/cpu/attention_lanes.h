@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "ffi/cpu/attention.h"
+#include "ffi/cpu/float_values.h"
 #include "ffi/cpu/gemm.h"
 #include "ffi/numerics.h"
 

@@ -21,7 +21,9 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 
+#include "ffi/cpu/float_values.h"
 #include "ffi/numerics.h"
 
 #if defined(__FMA__)
@@ -103,7 +105,7 @@ class Scratch {
  public:
   float* Get(int64_t floats) {
     if (floats > size_) {
-      data_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)));
+      data_.reset(static_cast<float*>(::operator new(floats * sizeof(float), kAlignment)));
       size_ = floats;
     }
     return data_.get();
@@ -111,8 +113,9 @@ class Scratch {
 
  private:
   struct Free {
-    void operator()(float* p) const { std::free(p); }
+    void operator()(float* p) const { ::operator delete(p, kAlignment); }
   };
+  static constexpr std::align_val_t kAlignment{64};
   std::unique_ptr<float, Free> data_;
   int64_t size_ = 0;
 };
@@ -155,9 +158,6 @@ void ComputeTile(const Tile& tile, const PackA& pack_a, const PackB& pack_b, con
 }
 
 // --- Reading values as fp32 ---
-
-inline float ToFloat(float x) { return x; }
-inline float ToFloat(uint16_t bf16) { return Bf16ToFloat(bf16); }
 
 // A row-major matrix of float or bf16 (as uint16_t); row i starts at data + i * stride.
 template <class T>

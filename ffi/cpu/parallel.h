@@ -32,15 +32,25 @@ using Pool = ::xla::ffi::ThreadPool;
 // and no scale of the contract depends on it; products do, below 2^-126.
 class FlushDenormals {
  public:
-#if defined(__SSE2__)
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals() : saved_(Get()) { Set(saved_ | kFlush); }
+  ~FlushDenormals() { Set(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
   FlushDenormals& operator=(const FlushDenormals&) = delete;
 
  private:
-  unsigned saved_;
+#if defined(__SSE2__)
+  static constexpr unsigned kFlush = 0x8040u;  // MXCSR's FTZ and DAZ
+  static unsigned Get() { return _mm_getcsr(); }
+  static void Set(unsigned mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__)
+  static constexpr unsigned kFlush = 1u << 24;  // FPCR's FZ: operands and results
+  static unsigned Get() { return __builtin_aarch64_get_fpcr(); }
+  static void Set(unsigned mode) { __builtin_aarch64_set_fpcr(mode); }
+#else
+#error "how threads flush subnormals is known for x86-64 and AArch64 alone"
 #endif
+
+  unsigned saved_;
 };
 
 // Calls task(i) once for every i in [0, count), in any order and on any thread.

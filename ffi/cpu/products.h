@@ -7,21 +7,18 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
+#include "ffi/cpu/float_values.h"
 #include "ffi/cpu/gemm.h"
 #include "ffi/cpu/groups.h"
 #include "ffi/cpu/parallel.h"
 
 namespace jaxfp4::cpu {
 
-// Writes fp32 values as float or, rounded once, as bf16 (uint16_t).
-inline void StoreValues(const float* values, int64_t count, float* out) {
-  memcpy(out, values, count * sizeof(float));
-}
-inline void StoreValues(const float* values, int64_t count, uint16_t* out) {
-  for (int64_t j = 0; j < count; ++j) out[j] = FloatToBf16(values[j]);
+template <class T>
+void StoreFloats(const float* values, int64_t count, T* out) {
+  for (int64_t j = 0; j < count; ++j) StoreFloat(values[j], &out[j]);
 }
 
 struct GroupTile {
@@ -96,7 +93,7 @@ void Forward(Pool& pool, const Groups& groups, int64_t rows, int64_t columns, in
         const float row_scale = scale_a.data[scale_a.count == 1 ? 0 : i];
         for (int64_t c = 0; c < count; ++c) values[c] *= row_scale;
       }
-      StoreValues(values, count, y + i * columns + j);
+      StoreFloats(values, count, y + i * columns + j);
     });
   });
   std::fill(y + groups.used_rows() * columns, y + rows * columns, Y(0));
@@ -111,7 +108,7 @@ void BackwardInput(Pool& pool, const Groups& groups, int64_t rows, int64_t depth
     const PackRows<kTileRows, RowMajor<T>> pack_g{{g, depth}};
     const PackColumns<kTileColumns, T> pack_w{{w + work.group * depth * columns, columns}};
     ComputeTile(work.tile, pack_g, pack_w, [&](int64_t i, int64_t j, int64_t count, float* values) {
-      StoreValues(values, count, dx + i * columns + j);
+      StoreFloats(values, count, dx + i * columns + j);
     });
   });
   std::fill(dx + groups.used_rows() * columns, dx + rows * columns, Y(0));
@@ -136,7 +133,7 @@ void BackwardWeight(Pool& pool, const Groups& groups, int64_t outputs, int64_t i
     const PackColumns<kTileRows, T> pack_g{{g, outputs}};
     const PackColumns<kTileColumns, T> pack_x{{x, inputs}};
     ComputeTile(tile, pack_g, pack_x, [&](int64_t i, int64_t j, int64_t count, float* values) {
-      StoreValues(values, count, group_dw + i * inputs + j);
+      StoreFloats(values, count, group_dw + i * inputs + j);
     });
   });
 }

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "ffi/cpu/gemm.h"
+#include "ffi/cpu/float_values.h"
 #include "ffi/cpu/row_reductions.h"
 #include "ffi/numerics.h"
 #include "ffi/scale_layout.h"
@@ -33,8 +33,13 @@ struct RowBuffers {
   }
 };
 
-inline float RoundLike(float x, float) { return x; }
-inline float RoundLike(float x, uint16_t) { return Bf16ToFloat(FloatToBf16(x)); }
+// x rounded to T, in fp32.
+template <class T>
+inline float Rounded(float x) {
+  T stored;
+  StoreFloat(x, &stored);
+  return ToFloat(stored);
+}
 
 // The row's values in fp32; a front's result is rounded once to x's type.
 template <class T>
@@ -53,13 +58,13 @@ void LoadRow(const QuantizeArgs& args, int64_t row, float* out) {
       return;
     case Front::kSwiGlu:
       for (int64_t k = 0; k < depth; ++k) {
-        out[k] = RoundLike(SwiGlu(ToFloat(x[k]), ToFloat(x[depth + k])), T());
+        out[k] = Rounded<T>(SwiGlu(ToFloat(x[k]), ToFloat(x[depth + k])));
       }
       return;
     case Front::kRmsNorm: {
       const float inverse_rms = InverseRms(RowSumOfSquares(x, depth), depth, args.eps);
       for (int64_t k = 0; k < depth; ++k) {
-        out[k] = RoundLike(RmsNorm(ToFloat(x[k]), inverse_rms, args.front_weight[k]), T());
+        out[k] = Rounded<T>(RmsNorm(ToFloat(x[k]), inverse_rms, args.front_weight[k]));
       }
       return;
     }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "ffi/cpu/gemm.h"
+#include "ffi/cpu/float_values.h"
 #include "ffi/numerics.h"
 
 namespace jaxfp4::cpu {

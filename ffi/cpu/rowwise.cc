@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "ffi/cpu/gemm.h"
+#include "ffi/cpu/float_values.h"
 #include "ffi/cpu/row_reductions.h"
-#include "ffi/cpu/store_float.h"
 #include "ffi/numerics.h"
 #include "ffi/rotary.h"
 
