@@ -28,29 +28,30 @@
   X(attention)                     \
   X(attention_grad)                \
   X(token_logprob)                 \
-  X(logits_logprob)
+  X(logits_logprob)                \
+  X(logprob_chunk)
 
-// Those that have CUDA kernels.
+// Those that have CUDA kernels. jaxfp4/logprob.py makes token_logprob of others there.
 #define JAXFP4_FOR_EACH_CUDA_HANDLER(X) \
-  X(quantize) \
-  X(quantize_tiled) \
-  X(quantize_expanded) \
-  X(nvfp4_matmul) \
-  X(nvfp4_grouped_matmul) \
-  X(matmul) \
-  X(grouped_matmul) \
-  X(matmul_dx) \
-  X(grouped_matmul_dx) \
-  X(matmul_dw) \
-  X(grouped_matmul_dw) \
-  X(rmsnorm) \
-  X(swiglu) \
-  X(qk_norm_rope) \
-  X(router_topk) \
-  X(combine_experts) \
-  X(combine_experts_grad) \
-  X(token_logprob) \
-  X(logits_logprob)
+  X(quantize)                           \
+  X(quantize_tiled)                     \
+  X(quantize_expanded)                  \
+  X(nvfp4_matmul)                       \
+  X(nvfp4_grouped_matmul)               \
+  X(matmul)                             \
+  X(grouped_matmul)                     \
+  X(matmul_dx)                          \
+  X(grouped_matmul_dx)                  \
+  X(matmul_dw)                          \
+  X(grouped_matmul_dw)                  \
+  X(rmsnorm)                            \
+  X(swiglu)                             \
+  X(qk_norm_rope)                       \
+  X(router_topk)                        \
+  X(combine_experts)                    \
+  X(combine_experts_grad)               \
+  X(logits_logprob)                     \
+  X(logprob_chunk)
 
 #define JAXFP4_DECLARE_CPU_HANDLER(name) XLA_FFI_DECLARE_HANDLER_SYMBOL(jaxfp4_cpu_##name);
 JAXFP4_FOR_EACH_HANDLER(JAXFP4_DECLARE_CPU_HANDLER)

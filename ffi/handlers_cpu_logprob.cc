@@ -29,6 +29,18 @@ ffi::Error LogitsLogprob(ffi::ThreadPool pool, AnyBuffer logits, AnyBuffer token
   return ffi::Error::Success();
 }
 
+ffi::Error LogprobChunk(ffi::ThreadPool pool, AnyBuffer logits, AnyBuffer tokens,
+                        AnyBuffer temperature, AnyBuffer state, AnyResult new_state,
+                        AnyResult logprob, AnyResult entropy, AnyResult lse) {
+  const LogprobRows rows = {tokens, temperature, logprob, entropy, lse};
+  ffi::ErrorOr<LogprobDims> dims = CheckLogprobChunk(logits, state, new_state, rows);
+  if (dims.has_error()) return dims.error();
+  cpu::LogprobChunk(pool, logits.typed_data<float>(), MakeArgs(*dims, rows),
+                    static_cast<const LogprobState*>(state.untyped_data()),
+                    static_cast<LogprobState*>(new_state->untyped_data()));
+  return ffi::Error::Success();
+}
+
 ffi::Error TokenLogprob(ffi::ThreadPool pool, AnyBuffer hidden, AnyBuffer head, AnyBuffer tokens,
                         AnyBuffer temperature, AnyResult logprob, AnyResult entropy,
                         AnyResult lse) {
@@ -47,6 +59,8 @@ ffi::Error TokenLogprob(ffi::ThreadPool pool, AnyBuffer hidden, AnyBuffer head, 
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp4_cpu_logits_logprob, LogitsLogprob,
                               BindLogitsLogprob<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp4_cpu_logprob_chunk, LogprobChunk,
+                              BindLogprobChunk<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp4_cpu_token_logprob, TokenLogprob,
                               BindTokenLogprob<ffi::ThreadPool>());
 

@@ -1,4 +1,4 @@
-// What token_logprob and logits_logprob take and return, and which of it is legal.
+// What token_logprob, logits_logprob and logprob_chunk take and return, and which of it is legal.
 #ifndef JAXFP4_LOGPROB_OPERANDS_H_
 #define JAXFP4_LOGPROB_OPERANDS_H_
 
@@ -11,10 +11,10 @@ namespace jaxfp4 {
 
 struct LogprobDims {
   int64_t rows, vocabulary;
-  int64_t width = 0;  // of hidden; not in logits_logprob
+  int64_t width = 0;  // of hidden; in token_logprob alone
 };
 
-// What both calls have for each of the M rows.
+// What all calls have for each of the M rows.
 struct LogprobRows {
   AnyBuffer tokens;       // s32 [M]
   AnyBuffer temperature;  // f32 [M]
@@ -52,6 +52,33 @@ auto BindLogitsLogprob() {
       .template Arg<AnyBuffer>()   // logits
       .template Arg<AnyBuffer>()   // tokens
       .template Arg<AnyBuffer>()   // temperature
+      .template Ret<AnyBuffer>()   // logprob
+      .template Ret<AnyBuffer>()   // entropy
+      .template Ret<AnyBuffer>();  // lse
+}
+
+// logits f32 [M, C], a chunk of the vocabulary; state and new_state f32 [M, 4] (LogprobState).
+inline ::xla::ffi::ErrorOr<LogprobDims> CheckLogprobChunk(AnyBuffer logits, AnyBuffer state,
+                                                          AnyResult new_state,
+                                                          const LogprobRows& rows) {
+  OperandCheck check("logprob_chunk");
+  Dim m{"M"}, c{"C"}, four{nullptr, 4};
+  check.Is("logits", logits, {::xla::ffi::F32}, {&m, &c});
+  check.Is("state", state, {::xla::ffi::F32}, {&m, &four});
+  check.Is("new_state", *new_state, {::xla::ffi::F32}, {&m, &four});
+  internal::CheckLogprobRows(check, rows, &m);
+  return check.Finish(LogprobDims{m.size, c.size});
+}
+
+template <class Context>
+auto BindLogprobChunk() {
+  return ::xla::ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<AnyBuffer>()   // logits
+      .template Arg<AnyBuffer>()   // tokens, counted from the chunk's first
+      .template Arg<AnyBuffer>()   // temperature
+      .template Arg<AnyBuffer>()   // state
+      .template Ret<AnyBuffer>()   // new_state
       .template Ret<AnyBuffer>()   // logprob
       .template Ret<AnyBuffer>()   // entropy
       .template Ret<AnyBuffer>();  // lse

@@ -7,8 +7,10 @@
 
 `token_logprob` takes hidden states and the head, and makes the logits a chunk of the vocabulary at
 a time, forward and backward: [rows, V] never exists. `logits_logprob` takes logits and gives the
-same bits. Both are custom calls whose order is stated in ffi/cpu/logprob.h: a row's bits depend on
-that row and the head alone. Gradients flow from both results:
+same bits. Both are custom calls whose order is stated in ffi/logprob.h: a row's bits depend on
+that row and the head alone. On a GPU the logits of a chunk are a product of its own, on the tensor
+cores, which the custom call `logprob_chunk` folds into each row's running sums; chunks are counted
+from 0 and of one size whatever the number of rows. Gradients flow from both results:
 
     dz_j = dlogprob ([j = token] - p_j) - dentropy p_j (log p_j + entropy)
 
@@ -24,8 +26,11 @@ import jax.numpy as jnp
 from jaxfp4.batching import over_rows
 from jaxfp4.checks import check_array, check_float
 from jaxfp4.custom_calls import call, match_varying
+from jaxfp4.products import matmul
 
-_LARGEST_CHUNK = 1024  # of the vocabulary, in the backward
+# Of the vocabulary. The forward's, on a GPU, must be a multiple of ffi/logprob.h's blocks.
+_FORWARD_CHUNK = 8192
+_LARGEST_CHUNK = 1024  # in the backward
 
 
 def token_logprob(
@@ -142,14 +147,40 @@ _logits_logprob.defvjp(_logits_logprob_fwd, _logits_logprob_bwd)
 # --- From hidden states and the head ---
 
 
-_token_logprob_call = over_rows(
-    lambda *operands: tuple(call("token_logprob", _results(operands[0].shape[0]), *operands)),
-    shared=(1,),
-)
+def _whole(hidden, head, tokens, temperature):
+    """logprob, entropy and lse in one custom call."""
+    head = head.astype(hidden.dtype)
+    results = _results(hidden.shape[0])
+    return tuple(call("token_logprob", results, hidden, head, tokens, temperature))
 
 
-def _forward(hidden, head, tokens, temperature):
-    return _token_logprob_call(hidden, head.astype(hidden.dtype), tokens, temperature)
+def _in_chunks(hidden, head, tokens, temperature, chunk=_FORWARD_CHUNK):
+    """The same from products over chunks of the head."""
+    (rows, _), vocabulary = hidden.shape, head.shape[0]
+
+    def fold(state, first, size):
+        """The state and the results after the chunk of `size` that begins at `first`."""
+        part = jax.lax.dynamic_slice_in_dim(head, first, size)
+        logits = matmul(hidden, part.astype(hidden.dtype), jnp.float32)
+        types = [(state.shape, jnp.float32), *_results(rows)]
+        return tuple(call("logprob_chunk", types, logits, tokens - first, temperature, state))
+
+    # LogprobState of ffi/logprob.h: the largest z, two sums and the token's z, not met yet.
+    state = jnp.tile(jnp.asarray([-jnp.inf, 0, 0, jnp.nan], jnp.float32), (rows, 1))
+    carry = (state, *[jnp.zeros((rows,), jnp.float32)] * 3)
+    count, rest = divmod(vocabulary, chunk)
+    if count:
+        firsts = jnp.arange(count, dtype=jnp.int32) * chunk
+        carry, firsts, *_ = match_varying(carry, firsts, hidden, head, tokens, temperature)
+        carry, _ = jax.lax.scan(lambda c, first: (fold(c[0], first, chunk), None), carry, firsts)
+    if rest:
+        carry = fold(carry[0], jnp.int32(count * chunk), rest)
+    return carry[1:]
+
+
+@functools.partial(over_rows, shared=(1,))
+def _forward(*operands):
+    return jax.lax.platform_dependent(*operands, cpu=_whole, cuda=_in_chunks)
 
 
 @jax.custom_vjp

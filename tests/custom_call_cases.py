@@ -209,6 +209,13 @@ CASES = [
         may_grow=frozenset({("logits", 1)}),
         may_shrink=frozenset({("logits", 1)}),
     ),
+    Case(
+        "logprob_chunk",
+        {"logits": ((6, 9), F32), **_ROWS, "state": ((6, 4), F32)},
+        {"new_state": ((6, 4), F32), **_LOGPROBS},
+        may_grow=frozenset({("logits", 1)}),
+        may_shrink=frozenset({("logits", 1)}),
+    ),
 ]
 
 BY_NAME = {case.name: case for case in CASES}

@@ -1,5 +1,7 @@
 """Log-probabilities and entropies against plain fp64 formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from fp64 import op_value_and_gradients, value_and_gradients
 from tolerances import assert_close
 
 import jaxfp4
-from jaxfp4.logprob import logits_logprob, token_logprob
+from jaxfp4.logprob import _forward, _in_chunks, logits_logprob, token_logprob
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 both_dtypes = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -173,3 +175,26 @@ def test_shapes_that_are_not_legal():
         token_logprob(hidden, head, tokens, temperature=jnp.ones((2,), jnp.float32))
     with pytest.raises(ValueError, match="logits must be float32"):
         logits_logprob(hidden.astype(jnp.bfloat16), tokens)
+
+
+@both_dtypes
+@pytest.mark.parametrize("vocabulary", [40, 1024, 1300])
+def test_the_same_bits_from_chunks_of_the_vocabulary(vocabulary, dtype):
+    """What a GPU lowers token_logprob to: part of a chunk, whole ones, and both."""
+    hidden, head = normal(0, (70, 48), dtype), normal(1, (vocabulary, 48))
+    tokens = jnp.asarray(tokens_below(vocabulary, (70,))).at[:2].set(jnp.asarray([-1, vocabulary]))
+    temperature = jnp.linspace(0.5, 2, 70, dtype=jnp.float32)
+    operands = hidden, head, tokens, temperature
+    in_chunks = jax.jit(functools.partial(_in_chunks, chunk=512))(*operands)
+    for actual, expected in zip(in_chunks, _forward(*operands), strict=True):
+        assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_logit_that_is_not_finite_is_found_where_its_block_adds_nothing(bad):
+    """The block's other logits are so far below the largest of all that their sum is zero."""
+    logits = np.full((1, 1024), -1000, np.float32)
+    logits[0, 3], logits[0, 600] = bad, 0
+    for row in (logits, logits[:, ::-1]):
+        values = logits_logprob(jnp.asarray(row), jnp.asarray([5], jnp.int32))
+        assert np.isnan(values).all()

@@ -170,4 +170,47 @@ cudaError_t MakeWeightGradient(const Gemm& gemm, cudaStream_t stream, Launch* la
 
 }  // namespace
 }  // namespace sm90
+
+namespace {
+
+// An empty operand has no tensor map: what is left of y is zeros.
+bool IsEmpty(const Gemm& gemm) { return gemm.rows == 0 || gemm.outputs == 0 || gemm.inputs == 0; }
+
+cudaError_t Zero(const Gemm& gemm, int64_t elements, cudaStream_t stream) {
+  return cudaMemsetAsync(gemm.y, 0, elements * (gemm.y_is_fp32 ? 4 : 2), stream);
+}
+
+}  // namespace
+
+cudaError_t GemmForward(const Gemm& gemm, cudaStream_t stream) {
+  using namespace sm90;
+  if (IsEmpty(gemm)) return Zero(gemm, gemm.rows * gemm.outputs, stream);
+  Launch launch;
+  if (cudaError_t error = MakeForward(gemm, stream, &launch); error != cudaSuccess) return error;
+  return gemm.y_is_fp32 ? Run<Major::K, Major::K, false, float>(launch)
+                        : Run<Major::K, Major::K, false, __nv_bfloat16>(launch);
+}
+
+cudaError_t GemmInputGradient(const Gemm& gemm, cudaStream_t stream) {
+  using namespace sm90;
+  if (IsEmpty(gemm)) return Zero(gemm, gemm.rows * gemm.inputs, stream);
+  Launch launch;
+  if (cudaError_t error = MakeInputGradient(gemm, stream, &launch); error != cudaSuccess) {
+    return error;
+  }
+  return gemm.y_is_fp32 ? Run<Major::K, Major::MN, false, float>(launch)
+                        : Run<Major::K, Major::MN, false, __nv_bfloat16>(launch);
+}
+
+cudaError_t GemmWeightGradient(const Gemm& gemm, cudaStream_t stream) {
+  using namespace sm90;
+  if (IsEmpty(gemm)) return Zero(gemm, gemm.groups * gemm.outputs * gemm.inputs, stream);
+  Launch launch;
+  if (cudaError_t error = MakeWeightGradient(gemm, stream, &launch); error != cudaSuccess) {
+    return error;
+  }
+  return gemm.y_is_fp32 ? Run<Major::MN, Major::MN, true, float>(launch)
+                        : Run<Major::MN, Major::MN, true, __nv_bfloat16>(launch);
+}
+
 }  // namespace jaxfp4::cuda
