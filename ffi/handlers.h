@@ -36,8 +36,6 @@
   X(quantize)                           \
   X(quantize_tiled)                     \
   X(quantize_expanded)                  \
-  X(nvfp4_matmul)                       \
-  X(nvfp4_grouped_matmul)               \
   X(matmul)                             \
   X(grouped_matmul)                     \
   X(matmul_dx)                          \

@@ -6,7 +6,8 @@
 
 and the same over groups, where row i belongs to the group that `group_sizes` puts it in and b, w
 and dw have a leading axis of groups. a and b are arrays, or Fp4Array, whose codes times block
-scales are exact and whose fp32 scales multiply the fp32 sum before its one rounding. Each element
+scales are exact and whose fp32 scales multiply the fp32 sum before its one rounding. On Hopper,
+which has no 4-bit tensor cores, they are expanded to bf16 first. Each element
 is one sum in index order: a row's bits depend on that row and on b alone.
 
 Under `vmap` a dense product folds the batch into its rows, or into groups where the weight is
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jaxfp4 import reference
 from jaxfp4.array import Fp4Array
 from jaxfp4.batching import batching_rule, broadcast, merge, unfold
 from jaxfp4.custom_calls import absent, call, match_varying
@@ -61,9 +63,17 @@ def _matmul(quantized: bool, dtype: Any) -> Any:
     def run(*operands):
         a, b = operands[:parts], operands[parts:]
         result = [((a[0].shape[0], b[0].shape[0]), dtype)]
-        if quantized:
-            return call("nvfp4_matmul", result, *a, *b)[0]
-        return call("matmul", result, *a, *b, absent(jnp.float32), absent(jnp.float32))[0]
+        if not quantized:
+            return call("matmul", result, *a, *b, absent(jnp.float32), absent(jnp.float32))[0]
+
+        def packed(*operands):
+            return call("nvfp4_matmul", result, *operands)[0]
+
+        def expanded(a_codes, a_blocks, a_scale, b_codes, b_blocks, b_scale):
+            a, b = reference.operand(a_codes, a_blocks), reference.operand(b_codes, b_blocks)
+            return call("matmul", result, a, b, a_scale, b_scale)[0]
+
+        return jax.lax.platform_dependent(*a, *b, cpu=packed, cuda=expanded)
 
     @batching_rule(run)
     def _(size, batched, *operands):
@@ -97,10 +107,18 @@ def _grouped_matmul(quantized: bool, dtype: Any) -> Any:
         a, b, sizes = operands[:parts], operands[parts:-1], operands[-1]
         groups, n = b[0].shape[:2]
         results = [((a[0].shape[0], n), dtype), _workspace(groups)]
-        if quantized:
-            return call("nvfp4_grouped_matmul", results, *a, *b, sizes)[0]
-        none = absent(jnp.float32)
-        return call("grouped_matmul", results, *a, *b, none, none, sizes)[0]
+        if not quantized:
+            none = absent(jnp.float32)
+            return call("grouped_matmul", results, *a, *b, none, none, sizes)[0]
+
+        def packed(*operands):
+            return call("nvfp4_grouped_matmul", results, *operands)[0]
+
+        def expanded(a_codes, a_blocks, a_scale, b_codes, b_blocks, b_scale, sizes):
+            a, b = reference.operand(a_codes, a_blocks), reference.operand(b_codes, b_blocks)
+            return call("grouped_matmul", results, a, b, a_scale, b_scale, sizes)[0]
+
+        return jax.lax.platform_dependent(*a, *b, sizes, cpu=packed, cuda=expanded)
 
     @batching_rule(run)
     def _(size, batched, *operands):
