@@ -65,6 +65,18 @@ JAXFP4_INLINE float Div(float a, float b) { return a / b; }
 JAXFP4_INLINE float Sqrt(float a) { return sqrtf(a); }
 #endif
 
+// 1 / x, IEEE, for x and 1/x that are positive normal numbers below 2^126: what a general division
+// does after it has ruled out every other case.
+JAXFP4_INLINE float Reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+#else
+  return Div(1.0f, x);
+#endif
+}
+
 // --- bf16 ---
 
 JAXFP4_INLINE float Bf16ToFloat(uint16_t h) { return FromBits(static_cast<uint32_t>(h) << 16); }
@@ -96,6 +108,11 @@ JAXFP4_INLINE float FlushSubnormal(float x) {
 
 // Nearest even, saturating at 448. v must be nonnegative and not NaN.
 JAXFP4_INLINE uint8_t E4m3FromFloat(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(v));
+  return static_cast<uint8_t>(pair);
+#else
   v = v < 448.0f ? v : 448.0f;
   const uint32_t u = Bits(v);
   // Normal: drop 20 of 23 mantissa bits, move the exponent bias from 127 to 7.
@@ -103,16 +120,26 @@ JAXFP4_INLINE uint8_t E4m3FromFloat(float v) {
   // Below 2^-6 the spacing is 2^-9: adding 2^14, whose last place is 2^-9, rounds to it.
   const uint32_t subnormal = Bits(Add(v, 16384.0f)) - Bits(16384.0f);
   return static_cast<uint8_t>(v < 0.015625f ? subnormal : normal);
+#endif
 }
 
 // Exact. 0x7F and 0xFF are NaN.
 JAXFP4_INLINE float E4m3ToFloat(uint8_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  float value;
+  asm("{.reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 pair, %1;"
+      " mov.b32 {low, high}, pair; cvt.f32.f16 %0, low;}"
+      : "=f"(value)
+      : "h"(static_cast<uint16_t>(b)));
+  return value;
+#else
   const uint32_t sign = static_cast<uint32_t>(b & 0x80u) << 24;
   const uint32_t magnitude = b & 0x7Fu;
   const float normal = FromBits((magnitude << 20) + (120u << 23));
   const float subnormal = static_cast<float>(magnitude) * 0.001953125f;  // 2^-9, exact
   const float value = magnitude == 0x7Fu ? FromBits(kNanBits) : magnitude < 8u ? subnormal : normal;
   return FromBits(Bits(value) | sign);
+#endif
 }
 
 // --- e2m1 ---
@@ -127,6 +154,25 @@ JAXFP4_INLINE uint32_t E2m1FromFloat(float v) {
   const uint32_t normal = ((u + 0x1FFFFFu + ((u >> 22) & 1u)) >> 22) - (126u << 1);
   const uint32_t subnormal = Bits(Add(a, 4194304.0f)) - Bits(4194304.0f);
   return (a < 1.0f ? subnormal : normal) | (Bits(v) >> 31 << 3);
+}
+
+// The code of a magnitude v below 7, as the last bits of a float: kE2m1CodeBits + code. As a
+// function of v, codes before rounding are the lowest of three lines, 2v, v + 2 and v/2 + 4. Adding
+// 2^23 rounds a line to nearest even, and rounding keeps the order. On a GPU this is four
+// instructions.
+constexpr uint32_t kE2m1CodeBits = 0x4B000000u;  // 2^23
+
+JAXFP4_INLINE uint32_t E2m1CodeBits(float v) {
+#ifdef __CUDA_ARCH__
+  return __vimin3_u32(Bits(__fmaf_rn(v, 2.0f, 8388608.0f)), Bits(Add(v, 8388610.0f)),
+                      Bits(__fmaf_rn(v, 0.5f, 8388612.0f)));
+#else
+  const uint32_t first = Bits(2.0f * v + 8388608.0f);  // doubling and halving are exact
+  const uint32_t second = Bits(v + 8388610.0f);
+  const uint32_t third = Bits(0.5f * v + 8388612.0f);
+  const uint32_t lower = first < second ? first : second;
+  return lower < third ? lower : third;
+#endif
 }
 
 // Exact.
@@ -172,9 +218,10 @@ JAXFP4_INLINE float BlockScaleBase(float bmax, float encode) {
   return Mul(bmax, Mul(encode, 1.0f / 6.0f));
 }
 
-// What the block's values are multiplied by. Not used where sf is 0.
+// What the block's values are multiplied by. Not used where sf is 0. Between 2^-126 and 2^109,
+// because sf is in [2^-9, 448] and scale in [2^-100, 2^117].
 JAXFP4_INLINE float BlockEncode(uint8_t sf, float scale) {
-  return Div(1.0f, Mul(E4m3ToFloat(sf), scale));
+  return Reciprocal(Mul(E4m3ToFloat(sf), scale));
 }
 
 // --- exp, the same polynomial on every platform: at most 2 ulp; results below 2^-126 are 0. ---

@@ -91,6 +91,15 @@ void TestE2m1() {
   ExpectEqual("E2m1FromFloat", -kInfinity, E2m1FromFloat(-kInfinity), 15);
 }
 
+// All patterns of magnitudes that it is defined for.
+void TestE2m1CodeBits() {
+  for (uint32_t bits = 0; FromBits(bits) < 7.0f; ++bits) {
+    const float v = FromBits(bits);
+    const uint32_t code = E2m1CodeBits(v) - kE2m1CodeBits;
+    if (code != E2m1FromFloat(v)) ExpectEqual("E2m1CodeBits", v, code, E2m1FromFloat(v));
+  }
+}
+
 void TestE4m3() {
   const std::vector<double> table = Table(4, 3, 127);
   for (int code = 0; code < 256; ++code) {
@@ -260,6 +269,7 @@ void TestScaleLayout() {
 
 int main() {
   jaxfp4::TestE2m1();
+  jaxfp4::TestE2m1CodeBits();
   jaxfp4::TestE4m3();
   jaxfp4::TestBf16();
   jaxfp4::TestSubnormals();

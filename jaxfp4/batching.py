@@ -12,6 +12,34 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
+def batching_rule(run: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the batching rule (size, batched, *operands) -> (results, which are batched) of
+    `run`, a custom_vmap function of arrays.
+
+    A batch without elements never reaches the rule, which could not tell from it how many rows an
+    element has: its results are empty.
+    """
+
+    def register(rule):
+        @run.def_vmap
+        def batch(size, batched, *operands):
+            if size > 0:
+                return rule(size, batched, *operands)
+            element = jax.eval_shape(
+                run,
+                *(
+                    jax.ShapeDtypeStruct(x.shape[1:] if is_batched else x.shape, x.dtype)
+                    for x, is_batched in zip(operands, batched, strict=True)
+                ),
+            )
+            empty = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), element)
+            return empty, jax.tree.map(lambda _: True, empty)
+
+        return rule
+
+    return register
+
+
 def over_rows(function: Callable[..., Any], shared: Sequence[int] = ()) -> Callable[..., Any]:
     """`function` with a batching rule that folds the batch into the rows.
 
@@ -23,8 +51,8 @@ def over_rows(function: Callable[..., Any], shared: Sequence[int] = ()) -> Calla
     def run(*operands):
         return function(*operands)
 
-    @run.def_vmap
-    def batch(size, batched, *operands):
+    @batching_rule(run)
+    def _(size, batched, *operands):
         if any(batched[i] for i in shared):
             results = loop(run, batched, operands)
         else:

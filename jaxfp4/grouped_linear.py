@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxfp4.array import Fp4Array
 from jaxfp4.backends import BACKENDS, Implementation, take_rows, used_rows
@@ -48,8 +50,9 @@ def grouped_linear(
     Args:
       x: bf16 or fp32 [M, K]; [M, 2K] with the SwiGLU front.
       w: bf16 or fp32 [G, N, K], G at least 1; one fp32 scale for each [N, K].
-      group_sizes: int32 [G], not negative, with a sum of at most the number of rows. The CPU's
-        custom call raises for other sizes when it runs.
+      group_sizes: int32 [G], not negative, with a sum of at most the number of rows. For other
+        sizes the CPU's custom call raises when it runs, and the reference where their values are
+        known, outside jit; traced ones it cannot check.
       recipe, quantized, front, out_dtype, implementation: as in linear.
       rows: int32 [M'] gathers x's rows first, fused into quantising (expert dispatch). A row
         outside x counts as a row of zeros without gradient.
@@ -70,8 +73,19 @@ def grouped_linear(
         raise ValueError(
             f"group_sizes has {group_sizes.shape[0]} groups and w {w.shape[0]} in shape {w.shape}"
         )
+    if implementation == "reference" and not isinstance(group_sizes, Tracer):
+        _check_group_sizes(np.asarray(group_sizes), (x if rows is None else rows).shape[0])
     operands = match_varying((x, w, group_sizes, rows, quantized, front))
     return _grouped_linear(*operands, recipe, resolve_out_dtype(out_dtype, x), implementation)
+
+
+def _check_group_sizes(sizes: np.ndarray, rows: int) -> None:
+    total = sizes.sum(dtype=np.int64)
+    if (sizes < 0).any() or total > rows:
+        raise ValueError(
+            f"group_sizes={sizes.tolist()}: must not be negative and add up to at most the {rows} "
+            f"rows, their sum is {total}"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))

@@ -14,13 +14,18 @@ from jaxfp4.grouped_linear import grouped_linear
 from jaxfp4.linear import linear
 from jaxfp4.policy import NVFP4, Recipe
 
-# As nnx.Linear: variance 1 / fan-in. Weights are stored (out, in), hence the axes.
-_INITIALIZER = nnx.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-1, out_axis=-2, batch_axis=(-3,)
-)
-_DENSE_INITIALIZER = nnx.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-1, out_axis=-2
-)
+
+def _weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+    """A matrix (out, in), or a stack of them, drawn as by nnx.Linear: with variance 1 / in."""
+    initializer = nnx.initializers.variance_scaling(
+        1.0,
+        "fan_in",
+        "truncated_normal",
+        in_axis=-1,
+        out_axis=-2,
+        batch_axis=tuple(range(len(shape) - 2)),
+    )
+    return nnx.Param(initializer(rngs.params(), shape, jnp.float32))
 
 
 class Linear(nnx.Module):
@@ -36,8 +41,7 @@ class Linear(nnx.Module):
     def __init__(
         self, in_features: int, out_features: int, recipe: Recipe = NVFP4, *, rngs: nnx.Rngs
     ):
-        shape = (out_features, in_features)
-        self.weight = nnx.Param(_DENSE_INITIALIZER(rngs.params(), shape, jnp.float32))
+        self.weight = _weight(rngs, out_features, in_features)
         self.recipe = recipe
 
     def __call__(
@@ -63,8 +67,7 @@ class GroupedLinear(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        shape = (groups, out_features, in_features)
-        self.weight = nnx.Param(_INITIALIZER(rngs.params(), shape, jnp.float32))
+        self.weight = _weight(rngs, groups, out_features, in_features)
         self.recipe = recipe
 
     def __call__(

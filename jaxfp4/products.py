@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfp4.array import Fp4Array
-from jaxfp4.batching import broadcast, merge, unfold
+from jaxfp4.batching import batching_rule, broadcast, merge, unfold
 from jaxfp4.custom_calls import absent, call, match_varying
 
 Operand = jax.Array | Fp4Array
@@ -65,8 +65,8 @@ def _matmul(quantized: bool, dtype: Any) -> Any:
             return call("nvfp4_matmul", result, *a, *b)[0]
         return call("matmul", result, *a, *b, absent(jnp.float32), absent(jnp.float32))[0]
 
-    @run.def_vmap
-    def batch(size, batched, *operands):
+    @batching_rule(run)
+    def _(size, batched, *operands):
         a, b = operands[:parts], operands[parts:]
         m, n = a[0].shape[-2], b[0].shape[-2]
         a = [merge(part) for part in _per_row(broadcast(size, batched[:parts], a), m)]
@@ -102,8 +102,8 @@ def _grouped_matmul(quantized: bool, dtype: Any) -> Any:
         none = absent(jnp.float32)
         return call("grouped_matmul", results, *a, *b, none, none, sizes)[0]
 
-    @run.def_vmap
-    def batch(size, batched, *operands):
+    @batching_rule(run)
+    def _(size, batched, *operands):
         operands = broadcast(size, batched, operands)
         a, b, sizes = operands[:parts], operands[parts:-1], operands[-1]
         m = a[0].shape[1]
@@ -141,8 +141,8 @@ def _matmul_dx(dtype: Any) -> Any:
     def run(g, w):
         return call("matmul_dx", [((g.shape[0], w.shape[1]), dtype)], g, w)[0]
 
-    @run.def_vmap
-    def batch(size, batched, g, w):
+    @batching_rule(run)
+    def _(size, batched, g, w):
         if not batched[1]:
             return unfold(size, run(merge(g), w)), True
         g, w = broadcast(size, batched, (g, w))
@@ -164,8 +164,8 @@ def _grouped_matmul_dx(dtype: Any) -> Any:
         results = [((g.shape[0], w.shape[2]), dtype), _workspace(w.shape[0])]
         return call("grouped_matmul_dx", results, g, w, sizes)[0]
 
-    @run.def_vmap
-    def batch(size, batched, g, w, sizes):
+    @batching_rule(run)
+    def _(size, batched, g, w, sizes):
         g, w, sizes = broadcast(size, batched, (g, w, sizes))
         m = g.shape[1]
         dx = run(merge(g), merge(w), _whole_groups(sizes, m))
@@ -185,8 +185,8 @@ def _matmul_dw(dtype: Any) -> Any:
     def run(g, x):
         return call("matmul_dw", [((g.shape[1], x.shape[1]), dtype)], g, x)[0]
 
-    @run.def_vmap
-    def batch(size, batched, g, x):
+    @batching_rule(run)
+    def _(size, batched, g, x):
         g, x = broadcast(size, batched, (g, x))
         sizes = jnp.full((size,), g.shape[1], jnp.int32)
         return grouped_matmul_dw(merge(g), merge(x), sizes, dtype), True
@@ -207,8 +207,8 @@ def _grouped_matmul_dw(dtype: Any) -> Any:
         results = [((groups, g.shape[1], x.shape[1]), dtype), _workspace(groups)]
         return call("grouped_matmul_dw", results, g, x, sizes)[0]
 
-    @run.def_vmap
-    def batch(size, batched, g, x, sizes):
+    @batching_rule(run)
+    def _(size, batched, g, x, sizes):
         g, x, sizes = broadcast(size, batched, (g, x, sizes))
         # An element's unused rows would fall into its last group: they add zeros there.
         g, x = _zero_unused(g, sizes), _zero_unused(x, sizes)

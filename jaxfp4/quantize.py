@@ -24,7 +24,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jaxfp4.array import Fp4Array
-from jaxfp4.batching import broadcast, first_rows, loop, merge, unfold
+from jaxfp4.batching import batching_rule, broadcast, first_rows, loop, merge, unfold
 from jaxfp4.checks import check_array, check_quantizable
 from jaxfp4.custom_calls import absent, call, match_varying
 from jaxfp4.format import BLOCK
@@ -154,8 +154,8 @@ def _quantize_call(
             )
         )
 
-    @run.def_vmap
-    def batch(size, batched, x, front_weight, rows, amax, group_sizes):
+    @batching_rule(run)
+    def _(size, batched, x, front_weight, rows, amax, group_sizes):
         # The batch folds into the rows. What differs from one element of the batch to the next,
         # the gathered rows and the number of rows in use, becomes one gather with -1 for a row
         # that is not to be read.

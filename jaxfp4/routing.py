@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxfp4.batching import first_rows, fold, over_rows, unfold
+from jaxfp4.batching import batching_rule, first_rows, fold, over_rows, unfold
 from jaxfp4.checks import check_array, check_float
 from jaxfp4.custom_calls import absent, call, match_varying
 
@@ -132,7 +132,7 @@ def _combine_experts_call(y, weights, slots):
     return call("combine_experts", result, y, weights, slots)[0]
 
 
-@_combine_experts_call.def_vmap
+@batching_rule(_combine_experts_call)
 def _(size, batched, *operands):
     return unfold(size, _combine_experts_call(*_fold_slots(size, batched, operands))), True
 
@@ -143,7 +143,7 @@ def _combine_experts_grad_call(y, weights, slots, d_out):
     return tuple(call("combine_experts_grad", results, y, weights, slots, d_out))
 
 
-@_combine_experts_grad_call.def_vmap
+@batching_rule(_combine_experts_grad_call)
 def _(size, batched, *operands):
     results = _combine_experts_grad_call(*_fold_slots(size, batched, operands))
     return unfold(size, results), (True, True)

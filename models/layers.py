@@ -29,15 +29,17 @@ from models.config import Qwen3Config
 class Span(NamedTuple):
     """Which keys each query may see, and where this call's keys are written.
 
-    position, key_start, key_end, slot: i32[B, T]. Query (b, t) attends to the slots
-    key_start <= s < key_end of row b; padding has an empty range. `slot` is where the token's key
-    and value go in a cache; padding has a slot past the end, which is not written.
+    position, key_start, key_end: i32[B, T]. Query (b, t) attends to the slots
+    key_start <= s < key_end of row b; padding has an empty range.
+    first: i32[]. The key and value of token t go to slot first + t of a cache.
+    real: bool[B, T], which tokens are not padding.
     """
 
     position: Array
     key_start: Array
     key_end: Array
-    slot: Array
+    first: Array
+    real: Array
 
 
 class LayerRecipes(NamedTuple):

@@ -44,11 +44,11 @@ def check_routes(
     *,
     start: np.ndarray,
     end: np.ndarray,
-    offset: np.ndarray | None = None,
+    offset: int = 0,
 ) -> None:
     """Refuses recorded routes that are not this model's, before they enter a compiled program.
 
-    start, end, offset: i32[B], as in the forward pass. Padding may hold any id.
+    start, end (i32[B]) and offset are those of the forward pass. Padding may hold any id.
 
     Raises ValueError when the tables are not those of the model's mixture-of-experts layers in
     ascending order, have another shape than [L_moe, B, T, k], or send a real token to an expert
@@ -66,8 +66,7 @@ def check_routes(
         raise ValueError(
             f"routes.experts has shape {experts.shape}, expected [L_moe, B, T, k] = {shape}"
         )
-    first = np.zeros_like(start) if offset is None else np.asarray(offset)
-    slot = first[:, None] + np.arange(experts.shape[2])
+    slot = offset + np.arange(experts.shape[2])[None, :]
     real = (start[:, None] <= slot) & (slot < end[:, None])
     outside = (experts < 0) | (experts >= config.num_experts)
     ordered = np.sort(experts, axis=-1)

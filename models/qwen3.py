@@ -19,16 +19,17 @@ Shapes: B rows, T tokens of this call, S cache slots, L layers, H hidden, V voca
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 
 import jaxfp4
 from jaxfp4.format import BLOCK
+from models.cache import Cache, empty, read, write
 from models.config import Qwen3Config
 from models.layers import (
     Attention,
@@ -39,15 +40,6 @@ from models.layers import (
     normal_param,
 )
 from models.moe import Moe, Routes
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of every layer, [L, B, S, G, D] each (G key-value heads)."""
-
-    k: Array
-    v: Array
 
 
 class Output(NamedTuple):
@@ -187,8 +179,7 @@ class Qwen3(nnx.Module):
         """An empty cache for `batch` rows of at most `slots` tokens, padding included."""
         config = self.config
         heads = (config.num_key_value_heads, config.head_dim)
-        shape = (config.num_hidden_layers, batch, slots, *heads)
-        return Cache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+        return empty((config.num_hidden_layers, batch, slots, *heads), self.dtype)
 
     def __call__(
         self,
@@ -201,30 +192,31 @@ class Qwen3(nnx.Module):
         offset: Array | None = None,
         routes: Routes | None = None,
     ) -> Output:
-        """Hidden states of tokens i32[B, T], of which token t of row b is in slot offset[b] + t.
+        """Hidden states of tokens i32[B, T], of which token t is in slot offset + t.
 
         Args:
             start, end: i32[B]; the slots start <= s < end are real, the others padding, whose
                 token ids are free.
             prepared: the result of `prepare`; None quantises the weights in this call.
             cache: keys and values of earlier calls; this call's are added at their slots, and
-                attention reads the buffer.
-            offset: i32[B], the slot of the first token; None is 0. Needs a cache.
+                attention reads the buffer. With one there is no derivative.
+            offset: i32[], the slot of every row's first token; None is 0. Needs a cache, whose
+                slots offset + T must not pass.
             routes: experts to replay, as an earlier call chose them. Pass them through
                 `check_routes` first.
 
         Raises ValueError for arguments that do not fit together or do not fit the model.
         """
         self._check(tokens, start, end, prepared, cache, offset, routes)
-        tokens_per_row = tokens.shape[1]
-        slot = jnp.arange(tokens_per_row, dtype=jnp.int32)[None, :]
-        slot = slot + (jnp.zeros_like(start) if offset is None else offset)[:, None]
+        first = jnp.int32(0) if offset is None else offset
+        slot = (first + jnp.arange(tokens.shape[1], dtype=jnp.int32))[None, :]
         real = (start[:, None] <= slot) & (slot < end[:, None])
         span = Span(
             position=jnp.where(real, slot - start[:, None], 0),
             key_start=jnp.where(real, start[:, None], 0),
             key_end=jnp.where(real, slot + 1, 0),
-            slot=slot if cache is None else jnp.where(real, slot, cache.k.shape[2]),
+            first=first,
+            real=real,
         )
         # NaN, not a neighbour's row, for a token outside the vocabulary.
         embedding = self.embed_tokens[...].at[jnp.where(real, tokens, 0)]
@@ -238,7 +230,7 @@ class Qwen3(nnx.Module):
             quantized = QuantizedLayer() if prepared is None else prepared[index]
             attention, mlp = self._layers(run)
             layers = jnp.arange(run.first, run.last, dtype=jnp.int32)
-            block = _block(run, span, real)
+            block = _block(run, span)
             if self.remat == "block":
                 # Under scan nothing can be shared across the barrier that prevent_cse adds.
                 block = jax.checkpoint(block, prevent_cse=False)
@@ -282,13 +274,24 @@ class Qwen3(nnx.Module):
         if tokens.ndim != 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, T]")
         rows = tokens.shape[:1]
-        for name, value in (("start", start), ("end", end), ("offset", offset)):
-            if value is not None and value.shape != rows:
+        for name, value in (("start", start), ("end", end)):
+            if value.shape != rows:
                 raise ValueError(f"{name} has shape {value.shape}, expected [B] = {rows}")
-        if offset is not None and cache is None:
-            raise ValueError("offset is given without a cache that holds the earlier slots")
-        if cache is not None and cache.k.shape[1] != rows[0]:
-            raise ValueError(f"cache holds {cache.k.shape[1]} rows, tokens has {rows[0]}")
+        if offset is not None:
+            if cache is None:
+                raise ValueError("offset is given without a cache that holds the earlier slots")
+            if offset.shape != ():
+                raise ValueError(f"offset has shape {offset.shape}, expected one slot for all rows")
+        if cache is not None:
+            if cache.rows != rows[0]:
+                raise ValueError(f"cache holds {cache.rows} rows, tokens has {rows[0]}")
+            # A traced offset has no value to check.
+            first = 0 if offset is None or isinstance(offset, Tracer) else int(offset)
+            if not 0 <= first <= cache.slots - tokens.shape[1]:
+                raise ValueError(
+                    f"offset={first}: {tokens.shape[1]} tokens from there do not lie within the "
+                    f"cache's {cache.slots} slots"
+                )
         if prepared is not None and len(prepared) != len(self.runs):
             raise ValueError(
                 f"prepared has {len(prepared)} runs of layers, the model {len(self.runs)}: it was "
@@ -303,7 +306,7 @@ class Qwen3(nnx.Module):
             raise ValueError(f"routes has shape {routes.experts.shape}, expected {expected}")
 
 
-def _block(run: Run, span: Span, real_BT: Array) -> Callable:
+def _block(run: Run, span: Span) -> Callable:
     """The scan body: one decoder block of a run."""
 
     def block(carry: tuple[Array, Cache | None], layer: tuple) -> tuple[tuple, Array | None]:
@@ -311,25 +314,18 @@ def _block(run: Run, span: Span, real_BT: Array) -> Callable:
         attention, mlp, quantized, replay, index = layer
         q, k, v = attention.project(x, span, run.recipes, quantized)
         if cache is not None:
-            cache = Cache(_write(cache.k, index, k, span), _write(cache.v, index, v, span))
-            k, v = cache.k[index], cache.v[index]
+            cache = write(cache, index, k, v, span.first, span.real)
+            k, v = read(cache, index, x.dtype)
         y = attention.attend(q, k, v, span, run.recipes, quantized)
         x = jaxfp4.residual_add(x, y)
         experts = None
         if run.moe:
-            y, experts = mlp(x, real_BT, run.recipes, quantized, replay)
+            y, experts = mlp(x, span.real, run.recipes, quantized, replay)
         else:
             y = mlp(x, run.recipes, quantized)
         return (jaxfp4.residual_add(x, y), cache), experts
 
     return block
-
-
-def _write(buffer_LBSGD: Array, layer: Array, new_BTGD: Array, span: Span) -> Array:
-    """Writes this call's keys or values at their slots; those of padding and past the end are
-    dropped. The whole cache is carried through the scan so that XLA can update it in place."""
-    row = jnp.arange(new_BTGD.shape[0])[:, None]
-    return buffer_LBSGD.at[layer, row, span.slot].set(new_BTGD, mode="drop")
 
 
 def _round(x: Array, dtype: Any) -> Array:

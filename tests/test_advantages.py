@@ -47,3 +47,13 @@ def test_equal_rewards_give_exactly_zero(std):
 def test_advantage_errors(shape, group_size, std, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(jnp.zeros(shape), group_size, std=std)
+
+
+def test_rows_that_are_not_learned_do_not_move_the_deviation_of_the_batch():
+    rewards = jnp.asarray([0.0, 1.0, 2.0, 0.0, 9.0, 9.0])
+    learned = jnp.asarray([True] * 4 + [False] * 2)
+    got = group_advantages(rewards, 2, std="batch", learned=learned)
+    np.testing.assert_array_equal(got[:4], group_advantages(rewards[:4], 2, std="batch"))
+    np.testing.assert_array_equal(got[4:], 0.0)
+    none = group_advantages(rewards, 2, std="batch", learned=jnp.zeros(6, bool))
+    assert np.isfinite(none).all()

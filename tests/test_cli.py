@@ -10,7 +10,7 @@ import pytest
 import small_runs
 
 from train import recipes
-from train.config import Model, Run, from_json, to_json
+from train.config import Data, Grpo, Model, Run, from_json, to_json
 from train.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -78,8 +78,17 @@ def test_every_option_has_a_help_text():
         (["tiny", "--sampling.top-p", "0.9"], ["sampling.top-p=0.9", "log-probs", "evaluation"]),
         (["tiny", "--sampling.top-k", "5"], ["sampling.top-k=5", "whole vocabulary"]),
         (["tiny", "--sampling.temperature", "0"], ["sampling.temperature=0", "above 0"]),
-        (["tiny", "--sampling.temperature", "-1"], ["temperature=-1.0", "0 or more"]),
-        (["tiny", "--optimizer.learning-rate", "nan"], ["learning-rate=nan", "above 0"]),
+        (["tiny", "--sampling.temperature", "-1"], ["sampling.temperature=-1.0", "0 or more"]),
+        (["tiny", "--sampling.micro-batch", "4"], ["sampling.micro-batch=4", "group-size=8"]),
+        (["tiny", "--evaluation.temperature", "-1"], ["evaluation.temperature=-1.0", "0 or more"]),
+        (["tiny", "--evaluation.top-p", "0"], ["evaluation.top-p=0.0", "at most 1"]),
+        (["tiny", "--optimizer.learning-rate", "nan"], ["optimizer.learning-rate=nan", "above 0"]),
+        (
+            ["tiny", "--loss.sampler-ratio-cap", "2"],
+            ["loss.sampler-ratio-cap=2.0", "grpo.old-logprob='sampler'", "'recompute'"],
+        ),
+        (["tiny", "--data.path", "x.jsonl"], ["data.path=x.jsonl", "arithmetic has no use"]),
+        (["tiny", "--data.tokenizer", "x"], ["data.tokenizer=x", "arithmetic has no use"]),
         (["tiny", "--supervised.accuracy", "0.9"], ["supervised.accuracy=0.9", "at most 0.6"]),
         (["tiny", "--loss.clip-low", "2"], ["loss.clip-low=2.0", "between 0 and 1"]),
         (["tiny", "--grpo.overlong-buffer", "99"], ["grpo.overlong-buffer=99", "at most"]),
@@ -87,6 +96,7 @@ def test_every_option_has_a_help_text():
         (["tiny", "--grpo.stepz", "3"], ["--grpo.stepz", "--grpo.steps"]),
         (["tiny", "--grpo.prompts", "99999"], ["grpo.prompts=99999", "training problems"]),
         (["tiny", "--sampling.max-new-tokens", "1"], ["sampling.max-new-tokens=1", "needs"]),
+        (["tiny", "--supervised.batch", "9999"], ["supervised.batch=9999", "must be at most"]),
         (["tiny", "--data.reward", "no.such:thing"], ["no.such:thing", "cannot be imported"]),
         (["qwen3-4b"], ["model.checkpoint", "not given", "config.json"]),
         (["qwen3-4b", "--model.checkpoint", "/nowhere"], ["data.path", "not given", "gsm8k"]),
@@ -124,6 +134,24 @@ def test_a_folder_that_holds_a_run_is_left_alone(capsys, tmp_path):
     assert "already exists" in message
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "recipe.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (Model, {"quantization": "fp8"}, "model.quantization='fp8': must be one of 'all-linears'"),
+        (Model, {"remat": "full"}, "model.remat='full': must be one of 'none', 'block'"),
+        (Data, {"kind": "gsm"}, "data.kind='gsm': must be one of 'arithmetic'.*'ifeval'"),
+        (
+            Grpo,
+            {"steps": 1, "prompts": 1, "group_size": 2, "old_logprob": "learner"},
+            "grpo.old-logprob='learner': must be one of 'sampler', 'recompute'",
+        ),
+    ],
+)
+def test_a_recipe_in_python_is_held_to_the_choices(kind, values, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**values)
 
 
 def test_a_checkpoint_and_an_architecture_exclude_each_other():

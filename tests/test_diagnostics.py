@@ -52,12 +52,14 @@ def test_policy_metrics_by_hand():
 
 def test_rollout_metrics_by_hand():
     mask = jnp.asarray(np.arange(6) < np.array([[2], [5], [3], [6]]))
-    got = rollout_metrics(f32([1, 1, 0, 2]), mask, jnp.array([True, True, True, False]), 2)
+    graded, shaped = f32([1, 1, 0, 2]), f32([1, 1, 0, 1.5])
+    got = rollout_metrics(graded, shaped, mask, jnp.array([True, True, True, False]), 2)
     expected = {
         "reward/mean": 1.0,
         "reward/std": np.sqrt(0.5),
         "reward/min": 0.0,
         "reward/max": 2.0,
+        "reward/shaped_mean": 0.875,
         "reward/zero_variance": 0.5,
         "length/mean": 4.0,
         "length/min": 2.0,

@@ -275,3 +275,10 @@ def test_what_is_not_legal_says_so(call, says):
 def test_sizes_that_do_not_fit_raise_on_the_cpu(sizes, says):
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         jax.block_until_ready(forward(X, W, jnp.asarray(sizes, jnp.int32)))
+
+
+@pytest.mark.parametrize("sizes", [[3, -1], [3, 2]])
+def test_the_reference_refuses_group_sizes_whose_values_it_knows(sizes):
+    x, w = jnp.ones((4, 16)), jnp.ones((2, 16, 16))
+    with pytest.raises(ValueError, match=r"group_sizes=\[3, .*at most the 4 rows"):
+        jaxfp4.grouped_linear(x, w, jnp.array(sizes, jnp.int32), implementation="reference")

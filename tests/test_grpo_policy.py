@@ -102,7 +102,7 @@ def test_nothing_left_is_zero_and_finite(aggregation, case):
             reference_logprob=batch["reference"],
         ),
         **gap_metrics(batch["sampler"], logprob, batch["mask"]),
-        **rollout_metrics(rewards, batch["mask"], jnp.zeros(4, bool), group_size),
+        **rollout_metrics(rewards, rewards, batch["mask"], jnp.zeros(4, bool), group_size),
     }
     for name, value in metrics.items():
         assert np.isfinite(value), name

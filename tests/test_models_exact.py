@@ -88,7 +88,7 @@ def test_weights_quantised_in_the_call(case):
 def test_prefill_and_decoding_with_a_cache(case):
     slots, prompt = 15, 6
     cache = nnx.merge(case.graphdef, case.state).init_cache(4, slots)
-    hidden, routes, offset = [], [], jnp.zeros(4, jnp.int32)
+    hidden, routes, offset = [], [], jnp.int32(0)
     for first in (0, *range(prompt, BATCH.slots)):
         tokens = BATCH.tokens[:, first : first + (prompt if first == 0 else 1)]
         output = forward(
@@ -123,7 +123,7 @@ def test_prefill_and_decoding_with_a_cache(case):
         BATCH.start,
         case.prepared,
         cache,
-        BATCH.start,
+        jnp.int32(5),
     )
     np.testing.assert_array_equal(ended.cache.k, cache.k)
     np.testing.assert_array_equal(ended.cache.v, cache.v)
@@ -201,10 +201,55 @@ def test_arguments_that_do_not_fit_are_refused():
     model = build(DENSE, policy.none())
     tokens, rows = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="offset"):
-        model(tokens, start=rows, end=rows + 3, offset=rows)
+        model(tokens, start=rows, end=rows + 3, offset=jnp.int32(0))
+    cache = model.init_cache(2, 8)
+    with pytest.raises(ValueError, match=r"offset has shape \(2,\)"):
+        model(tokens, start=rows, end=rows + 3, cache=cache, offset=rows)
+    with pytest.raises(ValueError, match=r"offset=6: 3 tokens from there .* 8 slots"):
+        model(tokens, start=rows, end=rows + 8, cache=cache, offset=jnp.int32(6))
     with pytest.raises(ValueError, match="start has shape"):
         model(tokens, start=rows[:1], end=rows + 3)
     with pytest.raises(ValueError, match="cache holds 3 rows"):
         model(tokens, start=rows, end=rows + 3, cache=model.init_cache(3, 8))
     with pytest.raises(ValueError, match="prepared has 2 runs"):
         model(tokens, start=rows, end=rows + 3, prepared=model.prepare() * 2)
+
+
+def test_a_cache_is_changed_in_place():
+    """Its rounding to fp32 and back, or a copy in a loop, would take a multiple of its memory."""
+    model = build(MOE, policy.none())
+    graphdef, state = nnx.split(model, nnx.Param)
+    rows = jnp.zeros(2, jnp.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(2, 100_000))
+
+    def decode(state, cache, tokens):
+        def step(t, carry):
+            cache, tokens = carry
+            model = nnx.merge(graphdef, state)
+            out = model(tokens, start=rows, end=rows + t + 1, cache=cache, offset=t)
+            return out.cache, tokens + out.hidden[:, :1, 0].astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 5, step, (cache, tokens))
+
+    tokens = jnp.ones((2, 1), jnp.int32)
+    used = jax.jit(decode, donate_argnums=1).lower(state, cache, tokens).compile()
+    memory = used.memory_analysis()
+    assert memory is not None
+    # What a layer reads of it may be copied: one of the model's two.
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < 0.75 * whole
+
+
+def test_a_cache_has_no_derivative():
+    model = build(DENSE, policy.none())
+    graphdef, state = nnx.split(model, nnx.Param)
+    start = jnp.zeros(2, jnp.int32)
+
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        tokens, cache = jnp.ones((2, 3), jnp.int32), model.init_cache(2, 4)
+        return model(tokens, start=start, end=start + 3, cache=cache).hidden.sum(dtype=jnp.float32)
+
+    assert np.isfinite(loss(state))
+    with pytest.raises(NotImplementedError, match="without a cache to differentiate"):
+        jax.grad(loss)(state)

@@ -41,10 +41,11 @@ def loss_and_gradients(graphdef, state, tokens, start, end):
 @jax.jit(static_argnums=0)
 def next_token(graphdef, state, tokens, cache, offset):
     model = nnx.merge(graphdef, state)
+    start = jnp.zeros(tokens.shape[0], jnp.int32)
     output = model(
         tokens,
-        start=jnp.zeros_like(offset),
-        end=offset + tokens.shape[1],
+        start=start,
+        end=start + offset + tokens.shape[1],
         cache=cache,
         offset=offset,
     )
@@ -104,7 +105,7 @@ def test_greedy_decoding_equals_transformers(case):
     rows, length = tokens.shape
     steps = reference["greedy16"].shape[1]
     cache = nnx.merge(graphdef, state).init_cache(rows, length + steps)
-    offset, chosen = jnp.zeros(rows, jnp.int32), []
+    offset, chosen = jnp.int32(0), []
     for _ in range(steps):
         token, cache = next_token(graphdef, state, tokens, cache, offset)
         offset, tokens = offset + tokens.shape[1], token[:, None]

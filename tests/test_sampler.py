@@ -112,6 +112,17 @@ def test_completions_of_a_group_are_requests_of_their_own(policy, unstopped):
     assert (np.asarray(rollout.tokens[:2, :7]) == tokens[0]).all()
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_drawing_in_pieces_changes_nothing(policy, group):
+    # Five prompts, two at a time: the last piece is filled up.
+    given = *prompts([3, 7, 1, 5, 2]), keys(range(5 * group))
+    pieces = sampler(micro_batch=2 * group)(policy, *given, group)
+    for ours, theirs in zip(
+        jax.tree.leaves(pieces), jax.tree.leaves(sampler()(policy, *given, group)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_greedy_takes_the_most_likely_token_beside_any_other_row(policy):
     prompt, long = [4, 9, 2], list(range(1, 29)) * 7
     greedy = sampler(temperature=0.0)

@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_runs
 
+from train import supervised
 from train.config import Run
 from train.learner import Batch
 from train.problems import load_problems
+from train.progress import ProgressBar
 from train.trainer import Trainer
 
 ROWS = 16  # four prompts, four completions each
@@ -18,11 +21,13 @@ ROWS = 16  # four prompts, four completions each
 class Rewards:
     """Grades by a table: call i of the reward gives row i, or the last one."""
 
-    counts: dict[str, int] = {}  # noqa: RUF012
-
     def __init__(self, *tables: np.ndarray) -> None:
         self.tables = tables
         self.calls = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"graded": 15 * self.calls, "timeout": self.calls}
 
     def __call__(self, examples, responses) -> list[float]:
         assert len(examples) == len(responses) == ROWS
@@ -41,11 +46,11 @@ def trainer(tmp_path_factory) -> Trainer:
     return Trainer(run, load_problems(run), Rewards(EQUAL))
 
 
-def batch_of_a_step(trainer: Trainer, monkeypatch, rewards: Rewards, resample: int):
+def batch_of_a_step(trainer: Trainer, monkeypatch, rewards: Rewards, **changes: int):
     """The step's record and the batch that the learner was given."""
     seen: list[Batch] = []
     run: Run = trainer.run
-    grpo = replace(run.grpo, resample=resample)
+    grpo = replace(run.grpo, **changes)
     monkeypatch.setattr(trainer, "run", replace(run, grpo=grpo))
     monkeypatch.setattr(trainer, "reward", rewards)
 
@@ -77,7 +82,7 @@ def batch_of_a_step(trainer: Trainer, monkeypatch, rewards: Rewards, resample: i
 )
 def test_dynamic_sampling(trainer, monkeypatch, tables, resample, calls, resampled, learned):
     rewards = Rewards(*tables)
-    record, batch = batch_of_a_step(trainer, monkeypatch, rewards, resample)
+    record, batch = batch_of_a_step(trainer, monkeypatch, rewards, resample=resample)
     assert rewards.calls == calls
     assert record["sampling/resampled"] == resampled
     assert batch.rollout.tokens.shape[0] == ROWS
@@ -90,3 +95,39 @@ def test_dynamic_sampling(trainer, monkeypatch, tables, resample, calls, resampl
     assert (advantages[~differ] == 0).all()
     assert np.isfinite(advantages).all()
     assert jax.tree.all(jax.tree.map(lambda leaf: leaf.shape[0] == ROWS, batch.rollout))
+
+
+def test_rewards_are_recorded_as_graded_and_as_learned_from(trainer, monkeypatch):
+    rewards = Rewards(ALL_DIFFER)
+    # Every token is over the limit's buffer of three: a length costs a third each.
+    record, batch = batch_of_a_step(trainer, monkeypatch, rewards, overlong_buffer=3)
+    lengths = np.asarray(batch.rollout.mask).sum(axis=1)
+    np.testing.assert_allclose(batch.rollout.rewards, ALL_DIFFER - lengths / 3, rtol=1e-6)
+    assert record["reward/mean"] == 0.5
+    assert record["reward/min"] == 0.0
+    np.testing.assert_allclose(record["reward/shaped_mean"], 0.5 - lengths.mean() / 3, rtol=1e-6)
+
+
+def test_outcomes_of_grading_are_recorded_by_step(trainer, monkeypatch):
+    rewards = Rewards(ALL_DIFFER)
+    for _ in range(2):
+        record, _ = batch_of_a_step(trainer, monkeypatch, rewards)
+        assert (record["grading/graded"], record["grading/timeout"]) == (15, 1)
+
+
+def test_the_supervised_phase_shows_every_step(trainer, monkeypatch):
+    shown = []
+
+    class Bar(ProgressBar):
+        def update(self, step, record):
+            shown.append((step, *record))
+            super().update(step, record)
+
+    monkeypatch.setattr(supervised, "ProgressBar", Bar)
+    phase = replace(trainer.run.supervised, max_steps=3, check_every=2)
+    run = replace(trainer.run, supervised=phase)
+    state = trainer.learner.init(jax.tree.map(jnp.copy, trainer.state.weights.params))
+    supervised.teach_format(run, trainer.problems, trainer.learner, state, lambda *_: 0.1)
+    assert [step for step, *_ in shown] == [1, 2, 3]
+    assert shown[0][1:] == ("supervised/loss",)
+    assert shown[-1][1:] == ("supervised/loss", "evaluation/accuracy")

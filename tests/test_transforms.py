@@ -91,6 +91,43 @@ def test_vmap_of_quantize(scope):
     jax.tree.map(assert_same_bits, q, jaxfp4.quantize(x, scope, amax=amax))
 
 
+ROW, MATRIX = jnp.ones((4, 32)), jnp.ones((16, 32))
+ONE_HEAD, EMPTY_RANGE = jnp.ones((1, 3, 2, 16)), jnp.zeros((1, 3), jnp.int32)
+FIRST = jnp.zeros(4, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "element"),
+    [
+        (lambda x: jaxfp4.linear(x, MATRIX), ROW),
+        (lambda w: jaxfp4.linear(ROW, w), MATRIX),
+        (lambda x: jaxfp4.grouped_linear(x, MATRIX[None], jnp.array([3], jnp.int32)), ROW),
+        (lambda w: jaxfp4.rmsnorm(ROW, w, eps=1e-6), jnp.ones(32)),
+        (jaxfp4.swiglu, ROW),
+        (lambda x: jaxfp4.router_topk(x, 2, norm_topk_prob=True)[0], ROW),
+        (lambda y: jaxfp4.combine_experts(y, jnp.ones((4, 1)), FIRST[:, None]), ROW),
+        (lambda q: jaxfp4.attention(q, q, q, EMPTY_RANGE, EMPTY_RANGE), ONE_HEAD),
+        (
+            lambda q: jaxfp4.qk_norm_rope(q, None, EMPTY_RANGE, jnp.ones(8), eps=1e-6),
+            ONE_HEAD,
+        ),
+        (lambda x: jaxfp4.logits_logprob(x, FIRST)[0], ROW),
+        (lambda x: jaxfp4.token_logprob(x, MATRIX, FIRST)[0], ROW),
+    ],
+)
+def test_vmap_of_nothing_is_empty(function, element):
+    nothing = jnp.zeros((0, *element.shape))
+    results = jax.vmap(lambda x: jax.vjp(function, x)[0])(nothing)
+    assert results.shape == (0, *function(element).shape)
+    gradient = jax.vmap(jax.grad(lambda x: function(x).sum()))(nothing)
+    assert gradient.shape == nothing.shape
+
+
+def test_vmap_of_quantizing_nothing_is_empty():
+    q = jax.vmap(jaxfp4.quantize)(jnp.zeros((0, 4, 32)))
+    assert (q.shape, q.scale.shape) == ((0, 4, 32), (0, 4))
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers_equals_a_loop(remat):
     x, ws = normal(0, (9, 64), jnp.bfloat16), normal(1, (3, 64, 64))

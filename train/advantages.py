@@ -51,7 +51,11 @@ def informative(rewards: jax.Array, group_size: int) -> jax.Array:
 
 
 def group_advantages(
-    rewards: jax.Array, group_size: int, *, std: AdvantageStd = "group"
+    rewards: jax.Array,
+    group_size: int,
+    *,
+    std: AdvantageStd = "group",
+    learned: jax.Array | None = None,
 ) -> jax.Array:
     """Advantage of each completion relative to its group.
 
@@ -59,6 +63,7 @@ def group_advantages(
       rewards: f32[N], finite.
       group_size: completions per prompt; N is a multiple of it.
       std: "group", "batch" or "none": which standard deviation divides.
+      learned: bool[N], the rows that the batch's deviation is over; None: all of them.
 
     Returns:
       f32[N]; exactly 0 in groups whose rewards are all equal.
@@ -74,10 +79,11 @@ def group_advantages(
                 jnp.square(centred).sum(axis=1, keepdims=True) / max(group_size - 1, 1)
             )
         case "batch":
-            deviation = groups - groups.mean()
-            spread = jnp.sqrt(
-                jnp.square(deviation).sum(keepdims=True) / max(rewards.shape[0] - 1, 1)
-            )
+            rows = jnp.ones_like(groups) if learned is None else learned.reshape(groups.shape)
+            rows = rows.astype(jnp.float32)
+            count = rows.sum()
+            deviation = rows * (groups - (rows * groups).sum() / jnp.maximum(count, 1.0))
+            spread = jnp.sqrt(jnp.square(deviation).sum() / jnp.maximum(count - 1.0, 1.0))
         case "none":
             spread = None
         case _:

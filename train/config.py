@@ -15,17 +15,22 @@ from typing import Any, Literal
 
 from models import Qwen3Config
 from train.grpo import LossConfig
+from train.options import check, check_choice
 from train.tasks import Arithmetic
 
 DataKind = Literal[
     "arithmetic", "reasoning-gym", "gsm8k", "svamp", "dapo", "math", "olympiadbench", "ifeval"
 ]
 Quantization = Literal["all-linears", "experts-only", "last-15-percent-bf16", "none"]
+Remat = Literal["none", "block"]
+OldLogprob = Literal["sampler", "recompute"]
 
 
-def _check(name: str, value: object, legal: bool, rule: str) -> None:
-    if not legal:
-        raise ValueError(f"{name}={value}: must be {rule}")
+def _check_drawing(part: str, temperature: float, top_k: int | None, top_p: float) -> None:
+    legal = 0.0 <= temperature < math.inf
+    check(f"{part}.temperature", temperature, legal, "0 or more, and finite")
+    check(f"{part}.top-k", top_k, top_k is None or top_k >= 1, "at least 1, or None")
+    check(f"{part}.top-p", top_p, 0.0 < top_p <= 1.0, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class Model:
     quantization: Quantization = "all-linears"
     """Which linear layers multiply in NVFP4: all of them, those of the experts, all but those of
     the last 15 % of the layers, or none. Embedding, router and head are never quantised."""
-    remat: Literal["none", "block"] = "none"
+    remat: Remat = "none"
     """What the backward pass computes again instead of keeping it: nothing, or each block."""
 
     def __post_init__(self) -> None:
+        check_choice("model.quantization", self.quantization, Quantization)
+        check_choice("model.remat", self.remat, Remat)
         if self.checkpoint is not None and self.architecture is not None:
             raise ValueError("model.checkpoint and model.architecture: give one of them, not both")
 
@@ -73,14 +80,24 @@ class Data:
     """The problems of kind arithmetic."""
 
     def __post_init__(self) -> None:
-        _check("data.prompt-slots", self.prompt_slots, self.prompt_slots >= 1, "at least 1")
-        _check("data.task-problems", self.task_problems, self.task_problems >= 1, "at least 1")
+        check_choice("data.kind", self.kind, DataKind)
+        check("data.prompt-slots", self.prompt_slots, self.prompt_slots >= 1, "at least 1")
+        check("data.task-problems", self.task_problems, self.task_problems >= 1, "at least 1")
         if self.task is not None and self.kind != "reasoning-gym":
             raise ValueError(f"data.task={self.task}: only data.kind=reasoning-gym has tasks")
         if (self.kind == "arithmetic") != (self.arithmetic is not None):
             raise ValueError(
                 f"data.kind={self.kind}: data.arithmetic is given with kind arithmetic and no other"
             )
+        # An option without effect would be a surprise at the end of a run.
+        made = self.kind in ("arithmetic", "reasoning-gym")
+        for name, value, unused in (
+            ("path", self.path, made),
+            ("heldout", self.heldout, made),
+            ("tokenizer", self.tokenizer, self.kind == "arithmetic"),
+        ):
+            if value is not None and unused:
+                raise ValueError(f"data.{name}={value}: data.kind={self.kind} has no use for it")
 
 
 @dataclass(frozen=True)
@@ -95,13 +112,16 @@ class Sampling:
     """Draw from the k most likely tokens (evaluation only)."""
     top_p: float = 1.0
     """Draw from the fewest tokens that have this probability together (evaluation only)."""
+    micro_batch: int | None = None
+    """Completions that are drawn at a time, each with its cache of keys and values; None: all of
+    a rollout. Changes memory and speed, not the result."""
 
     def __post_init__(self) -> None:
-        t, k, p = self.temperature, self.top_k, self.top_p
-        _check("max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
-        _check("temperature", t, 0.0 <= t < math.inf, "0 or more, and finite")
-        _check("top-k", k, k is None or k >= 1, "at least 1, or None")
-        _check("top-p", p, 0.0 < p <= 1.0, "above 0 and at most 1")
+        limit = self.max_new_tokens
+        check("sampling.max-new-tokens", limit, limit >= 1, "at least 1")
+        size = self.micro_batch
+        check("sampling.micro-batch", size, size is None or size >= 1, "at least 1, or None")
+        _check_drawing("sampling", self.temperature, self.top_k, self.top_p)
 
     @property
     def truncates(self) -> bool:
@@ -130,16 +150,16 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         def positive(name: str, value: float) -> None:
-            _check(name, value, 0.0 < value < math.inf, "above 0, and finite")
+            check(f"optimizer.{name}", value, 0.0 < value < math.inf, "above 0, and finite")
 
         positive("learning-rate", self.learning_rate)
         positive("epsilon", self.epsilon)
         positive("clip-norm", self.clip_norm)
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            _check(name, beta, 0.0 <= beta < 1.0, "from 0 to below 1")
-        _check("warmup-steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
-        decay = self.weight_decay
-        _check("weight-decay", decay, 0.0 <= decay < math.inf, "0 or more, and finite")
+            check(f"optimizer.{name}", beta, 0.0 <= beta < 1.0, "from 0 to below 1")
+        warmup, decay = self.warmup_steps, self.weight_decay
+        check("optimizer.warmup-steps", warmup, warmup >= 0, "0 or more")
+        check("optimizer.weight-decay", decay, 0.0 <= decay < math.inf, "0 or more, and finite")
 
 
 @dataclass(frozen=True)
@@ -156,7 +176,7 @@ class Grpo:
     """Optimiser steps on each rollout."""
     micro_batch: int = 16
     """Completions in one forward and backward pass; changes memory and speed, not the result."""
-    old_logprob: Literal["sampler", "recompute"] = "sampler"
+    old_logprob: OldLogprob = "sampler"
     """Where the importance ratio's old log-probs come from. Both are the same where the gap
     between sampler and learner is 0."""
     resample: int = 0
@@ -170,12 +190,13 @@ class Grpo:
     def __post_init__(self) -> None:
         for name in ("steps", "prompts", "epochs", "micro_batch"):
             value = getattr(self, name)
-            _check(f"grpo.{name.replace('_', '-')}", value, value >= 1, "at least 1")
+            check(f"grpo.{name.replace('_', '-')}", value, value >= 1, "at least 1")
         size = self.group_size
-        _check("grpo.group-size", size, size >= 2, "at least 2: a lone completion has no advantage")
-        _check("grpo.resample", self.resample, self.resample >= 0, "0 or more")
+        check("grpo.group-size", size, size >= 2, "at least 2: a lone completion has no advantage")
+        check_choice("grpo.old-logprob", self.old_logprob, OldLogprob)
+        check("grpo.resample", self.resample, self.resample >= 0, "0 or more")
         buffer = self.overlong_buffer
-        _check("grpo.overlong-buffer", buffer, buffer >= 0, "0 or more")
+        check("grpo.overlong-buffer", buffer, buffer >= 0, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -194,10 +215,10 @@ class Supervised:
 
     def __post_init__(self) -> None:
         rule = "above 0 and at most 0.6: reinforcement learning needs something left to learn"
-        _check("supervised.accuracy", self.accuracy, 0.0 < self.accuracy <= 0.6, rule)
+        check("supervised.accuracy", self.accuracy, 0.0 < self.accuracy <= 0.6, rule)
         for name in ("max_steps", "batch", "check_every"):
             value = getattr(self, name)
-            _check(f"supervised.{name.replace('_', '-')}", value, value >= 1, "at least 1")
+            check(f"supervised.{name.replace('_', '-')}", value, value >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -216,12 +237,15 @@ class Evaluation:
     """As in sampling."""
 
     def __post_init__(self) -> None:
-        _check("evaluation.prompts", self.prompts, self.prompts >= 1, "at least 1")
-        _check("evaluation.every", self.every, self.every >= 0, "0 or more")
+        check("evaluation.prompts", self.prompts, self.prompts >= 1, "at least 1")
+        check("evaluation.every", self.every, self.every >= 0, "0 or more")
+        _check_drawing("evaluation", self.temperature, self.top_k, self.top_p)
 
-    def sampling(self, max_new_tokens: int) -> Sampling:
-        """These settings with the run's longest completion."""
-        return Sampling(max_new_tokens, self.temperature, self.top_k, self.top_p)
+    def sampling(self, training: Sampling) -> Sampling:
+        """How held-out answers are drawn: as in training, but for these settings."""
+        return dataclasses.replace(
+            training, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
+        )
 
 
 @dataclass(frozen=True)
@@ -234,8 +258,8 @@ class Checkpoints:
     """Checkpoints that are kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _check("checkpoints.every", self.every, self.every >= 1, "at least 1")
-        _check("checkpoints.keep", self.keep, self.keep >= 1, "at least 1")
+        check("checkpoints.every", self.every, self.every >= 1, "at least 1")
+        check("checkpoints.keep", self.keep, self.keep >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -259,7 +283,7 @@ class Run:
     """The run's folder, which must not hold another run; default: runs/ and name and time."""
 
     def __post_init__(self) -> None:
-        _check("seed", self.seed, 0 <= self.seed < 2**31, "from 0 to 2147483647")
+        check("seed", self.seed, 0 <= self.seed < 2**31, "from 0 to 2147483647")
         sampling = self.sampling
         if sampling.truncates:
             raise ValueError(
@@ -272,11 +296,17 @@ class Run:
                 "sampling.temperature=0.0: training needs a temperature above 0, or all "
                 "completions of a prompt are equal; evaluation may use 0"
             )
+        size, group = sampling.micro_batch, self.grpo.group_size
+        rule = f"None or at least grpo.group-size={group}: a group shares its prefill"
+        check("sampling.micro-batch", size, size is None or size >= group, rule)
         buffer, limit = self.grpo.overlong_buffer, sampling.max_new_tokens
-        _check(
-            "grpo.overlong-buffer", buffer, buffer <= limit, f"at most {limit}, the length limit"
-        )
-        self.evaluation.sampling(limit)
+        check("grpo.overlong-buffer", buffer, buffer <= limit, f"at most {limit}, the length limit")
+        cap = self.loss.sampler_ratio_cap
+        if cap is not None and self.grpo.old_logprob == "sampler":
+            raise ValueError(
+                f"loss.sampler-ratio-cap={cap} with grpo.old-logprob='sampler': must be "
+                "'recompute', since the sampler's log-probs weigh nothing against themselves"
+            )
         if self.supervised is not None and self.data.kind != "arithmetic":
             raise ValueError("supervised: only arithmetic has worked answers to learn from")
 

@@ -76,23 +76,25 @@ def policy_metrics(
 
 
 def rollout_metrics(
-    rewards: jax.Array, mask: jax.Array, finished: jax.Array, group_size: int
+    graded: jax.Array, shaped: jax.Array, mask: jax.Array, finished: jax.Array, group_size: int
 ) -> Metrics:
     """What was sampled.
 
     Args:
-      rewards: f32[N], the task's rewards.
+      graded: f32[N], the rewards as the grader gave them.
+      shaped: f32[N], the rewards that are learned from: with the overlong penalty.
       mask: bool[N, T], the completions' tokens (all of them, before any filtering).
       finished: bool[N], stopped by itself; the others were truncated.
       group_size: completions per prompt.
     """
     lengths = mask.sum(axis=-1, dtype=jnp.float32)
     return {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "reward/min": rewards.min(),
-        "reward/max": rewards.max(),
-        "reward/zero_variance": 1.0 - informative(rewards, group_size).mean(dtype=jnp.float32),
+        "reward/mean": graded.mean(),
+        "reward/std": graded.std(),
+        "reward/min": graded.min(),
+        "reward/max": graded.max(),
+        "reward/shaped_mean": shaped.mean(),
+        "reward/zero_variance": 1.0 - informative(shaped, group_size).mean(dtype=jnp.float32),
         "length/mean": lengths.mean(),
         "length/min": lengths.min(),
         "length/max": lengths.max(),

@@ -32,7 +32,7 @@ Advantages are in advantages.py; the overlong penalty is a reward and lives with
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from jax import lax
 
 from train.advantages import AdvantageStd
 from train.kl import Estimator, bounded_exp, kl_loss
+from train.options import check, check_choice
 
 Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 RatioLevel = Literal["token", "sequence"]
@@ -79,8 +80,8 @@ class LossConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     sampler_ratio_cap: float | None = None
-    """Truncated importance sampling: weigh tokens by pi_old / pi_sampler up to this cap; None: no
-    weighting."""
+    """Truncated importance sampling: weigh tokens by pi_old / pi_sampler up to this cap, with
+    grpo.old-logprob=recompute; None: no weighting."""
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -90,9 +91,7 @@ class LossConfig:
             ("kl_estimator", Estimator),
             ("kl_place", KlPlace),
         ):
-            if getattr(self, name) not in get_args(kind):
-                legal = ", ".join(repr(value) for value in get_args(kind))
-                raise ValueError(f"{_option(name)}={getattr(self, name)!r}: must be one of {legal}")
+            check_choice(_option(name), getattr(self, name), kind)
         self._check("clip_low", 0.0 <= self.clip_low <= 1.0, "between 0 and 1")
         self._check("clip_high", 0.0 <= self.clip_high < math.inf, "0 or more, and finite")
         self._check("kl_coef", 0.0 <= self.kl_coef < math.inf, "0 or more, and finite")
@@ -109,8 +108,7 @@ class LossConfig:
             )
 
     def _check(self, name: str, legal: bool, rule: str) -> None:
-        if not legal:
-            raise ValueError(f"{_option(name)}={getattr(self, name)!r}: must be {rule}")
+        check(_option(name), getattr(self, name), legal, rule)
 
 
 def loss_normaliser(
@@ -236,26 +234,12 @@ def policy_loss(
         if needed and array is None:
             value = getattr(config, option)
             raise ValueError(f"{_option(option)}={value} needs {name}, which is None")
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask has dtype {mask.dtype}: must be bool")
-    for name, array in (
-        ("old_logprob", old_logprob), ("mask", mask), ("sampler_logprob", sampler_logprob),
-        ("reference_logprob", reference_logprob), ("entropy", entropy),
-    ):  # fmt: skip
-        if array is not None and array.shape != logprob.shape:
-            raise ValueError(f"{name} has shape {array.shape}, logprob {logprob.shape}")
-    if advantages.shape != logprob.shape[:1]:
-        raise ValueError(f"advantages has shape {advantages.shape}, logprob {logprob.shape}")
-
-    advantages = lax.stop_gradient(advantages)
-    ratio = importance_ratio(logprob, old_logprob, mask, config.ratio)
-    where = clipped(ratio, advantages, config)
-    # Written with `where` and not with `minimum`, which would halve the gradient at a tie.
-    ratio = jnp.where(where["low"], 1.0 - config.clip_low, ratio)
-    ratio = jnp.where(where["high"], 1.0 + config.clip_high, ratio)
-    if config.dual_clip is not None:
-        ratio = jnp.where(where["dual"], config.dual_clip, ratio)
-    objective = ratio * advantages[:, None]
+    _check_arrays(
+        logprob, advantages, old_logprob=old_logprob, mask=mask, sampler_logprob=sampler_logprob,
+        reference_logprob=reference_logprob, entropy=entropy,
+    )  # fmt: skip
+    weights = token_weights(mask, config.aggregation, normaliser)
+    objective = _clipped_objective(logprob, old_logprob, advantages, mask, config)
     if in_loss_kl and reference_logprob is not None:
         divergence = kl_loss(
             jnp.where(mask, logprob, 0.0),
@@ -268,5 +252,33 @@ def policy_loss(
         objective *= sampler_weight(old_logprob, sampler_logprob, mask, config.sampler_ratio_cap)
     if config.entropy_coef != 0.0 and entropy is not None:
         objective += config.entropy_coef * entropy
-    weights = token_weights(mask, config.aggregation, normaliser)
     return -jnp.sum(weights * jnp.where(mask, objective, 0.0))
+
+
+def _clipped_objective(
+    logprob: jax.Array,
+    old_logprob: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    config: LossConfig,
+) -> jax.Array:
+    """PPO's objective of each token with its clips, before any weighting: f32[N, T]."""
+    ratio = importance_ratio(logprob, old_logprob, mask, config.ratio)
+    where = clipped(ratio, advantages, config)
+    # Written with `where` and not with `minimum`, which would halve the gradient at a tie.
+    ratio = jnp.where(where["low"], 1.0 - config.clip_low, ratio)
+    ratio = jnp.where(where["high"], 1.0 + config.clip_high, ratio)
+    if config.dual_clip is not None:
+        ratio = jnp.where(where["dual"], config.dual_clip, ratio)
+    return ratio * lax.stop_gradient(advantages)[:, None]
+
+
+def _check_arrays(logprob: jax.Array, advantages: jax.Array, **others: jax.Array | None) -> None:
+    for name, array in others.items():
+        if array is not None and array.shape != logprob.shape:
+            raise ValueError(f"{name} has shape {array.shape}, logprob {logprob.shape}")
+    mask = others["mask"]
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"mask has dtype {mask.dtype}: must be bool")
+    if advantages.shape != logprob.shape[:1]:
+        raise ValueError(f"advantages has shape {advantages.shape}, logprob {logprob.shape}")

@@ -5,8 +5,11 @@ step 0 is one before training. Means are over the loss's tokens; log-probs are i
 seconds, lengths in tokens.
 
     name                         meaning
-    reward/mean std min max      task reward of the step's completions
-    reward/zero_variance         fraction of groups whose rewards are all equal
+    reward/mean std min max      reward of the step's completions as the grader gave it
+    reward/shaped_mean           the same with the overlong penalty, as it is learned from
+    reward/zero_variance         fraction of groups whose shaped rewards are all equal
+    grading/graded timeout ...   responses of the step whose grading ended so (grading.OUTCOMES);
+                                 with a reward that is graded in processes of its own
     length/mean min max          completion length
     length/truncated             fraction of completions cut at the limit
     gap/mean_abs max_abs         |log-prob of the learner - of the sampler| at equal weights

@@ -101,6 +101,11 @@ def load_problems(run: Run) -> Problems:
             f"grpo.prompts={run.grpo.prompts}: only {len(sets[1])} training problems have "
             f"at most data.prompt-slots={data.prompt_slots} tokens"
         )
+    if run.supervised is not None and len(sets[0]) < run.supervised.batch:
+        raise ValueError(
+            f"supervised.batch={run.supervised.batch}: must be at most {len(sets[0])}, the number "
+            "of supervised problems"
+        )
     return Problems(
         tokenizer=tokenizer,
         reward=data.reward or reward,

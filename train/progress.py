@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # Name on the console, metric, format.
 FIGURES = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "supervised/loss", "{:.3f}"),
     ("accuracy", "evaluation/accuracy", "{:.3f}"),
     ("gap", "gap/max_abs", "{:.1e}"),
     ("entropy", "policy/entropy", "{:.3f}"),

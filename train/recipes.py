@@ -67,7 +67,7 @@ def qwen3_4b() -> Run:
         name="qwen3-4b",
         model=Model(quantization="last-15-percent-bf16", remat="block"),
         data=Data(kind="gsm8k"),
-        sampling=Sampling(max_new_tokens=2048),
+        sampling=Sampling(max_new_tokens=2048, micro_batch=64),
         grpo=Grpo(steps=200, prompts=64, group_size=8, micro_batch=8),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=10),
     )
@@ -79,9 +79,15 @@ def qwen3_30b_a3b() -> Run:
         name="qwen3-30b-a3b",
         model=Model(quantization="last-15-percent-bf16", remat="block"),
         data=Data(kind="dapo"),
-        sampling=Sampling(max_new_tokens=8192),
+        sampling=Sampling(max_new_tokens=8192, micro_batch=64),
         grpo=Grpo(
-            steps=200, prompts=64, group_size=16, micro_batch=4, resample=2, overlong_buffer=1024
+            steps=200,
+            prompts=64,
+            group_size=16,
+            micro_batch=4,
+            old_logprob="recompute",
+            resample=2,
+            overlong_buffer=1024,
         ),
         loss=LossConfig(sampler_ratio_cap=2.0),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=10, weight_decay=0.1),

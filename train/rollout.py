@@ -25,7 +25,7 @@ class Rollout:
       0 outside the mask.
     mask: bool[N, T], the sampled tokens: P <= t < end. The loss is over these.
     finished: bool[N], the last token is a stop token; otherwise the length limit cut the row.
-    rewards: f32[N], 0 until graded.
+    rewards: f32[N], what is learned from; 0 until graded.
     """
 
     tokens: jax.Array

@@ -8,7 +8,8 @@ for bit.
 **A request draws from its own key.** Token t of a request is drawn with
 fold_in(fold_in(fold_in(key, step), request), t) and the Gumbel trick (the argmax of
 logits / temperature + Gumbel noise is a draw from the softmax), so neither the other rows of the
-batch nor its order or padding change a token.
+batch nor its order or padding change a token; a rollout is drawn in pieces of
+`sampling.micro_batch` rows where the caches of all of them would not fit into memory.
 
 Truncation by top_k and top_p draws from another distribution than the learner's, and the returned
 log-probs are those of that distribution. At temperature 0 the most likely token is taken (ties to
@@ -20,7 +21,7 @@ weights it was computed with), beam search, stop strings.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ from flax import nnx
 from jax import lax
 
 import jaxfp4
+from models import Cache, Qwen3
 from train.config import Sampling
-from train.rollout import Rollout
+from train.rollout import Rollout, concatenate
 from train.weights import Weights
 
 
@@ -83,18 +85,31 @@ class Sampler:
                 f"keys has shape {keys.shape}: {tokens.shape[0]} prompts with group_size="
                 f"{group_size} need ({tokens.shape[0] * group_size},)"
             )
-        # Stop tokens are an argument of the program, so changing them compiles nothing.
-        return _generate(
-            weights,
-            jnp.asarray(tokens, jnp.int32),
-            jnp.asarray(start, jnp.int32),
-            keys,
-            jnp.asarray(self.stop_ids, jnp.int32),
-            jnp.int32(self.pad_id),
-            graphdef=self.graphdef,
-            sampling=self.sampling,
-            group=group_size,
-        )
+        prompts = tokens.shape[0]
+        at_once = prompts
+        if self.sampling.micro_batch is not None:
+            at_once = min(prompts, max(1, self.sampling.micro_batch // group_size))
+        pieces = []
+        for first in range(0, prompts, at_once):
+            # The last piece is filled up: another size would be another program.
+            chosen = np.minimum(np.arange(first, first + at_once), prompts - 1)
+            rows = chosen[:, None] * group_size + np.arange(group_size)
+            piece = _generate(
+                weights,
+                jnp.asarray(tokens[chosen], jnp.int32),
+                jnp.asarray(start[chosen], jnp.int32),
+                keys[rows.reshape(-1)],
+                # An argument of the program, so that other stop tokens compile nothing.
+                jnp.asarray(self.stop_ids, jnp.int32),
+                jnp.int32(self.pad_id),
+                graphdef=self.graphdef,
+                sampling=self.sampling,
+                group=group_size,
+            )
+            pieces.append(piece)
+        if len(pieces) == 1:
+            return pieces[0]
+        return concatenate(pieces).rows(np.arange(prompts * group_size))
 
 
 class _Loop(NamedTuple):
@@ -105,7 +120,20 @@ class _Loop(NamedTuple):
     logprob: jax.Array
     end: jax.Array
     finished: jax.Array
-    cache: object
+    cache: Cache
+
+
+class _Requests(NamedTuple):
+    """What stays the same while decoding. prompt: slots of the prompts, P."""
+
+    model: Qwen3
+    prepared: Any
+    start: jax.Array
+    keys: jax.Array
+    stop_ids: jax.Array
+    pad_id: jax.Array
+    prompt: int
+    sampling: Sampling
 
 
 @partial(jax.jit, static_argnames=("graphdef", "sampling", "group"))
@@ -125,7 +153,6 @@ def _generate(
     batch, prompt = tokens_BP.shape
     limit = sampling.max_new_tokens
     rows = batch * group
-
     out = model(
         tokens_BP,
         start=start_B,
@@ -135,38 +162,10 @@ def _generate(
         cache=model.init_cache(batch, prompt + limit - 1),
     )
     start_N = jnp.repeat(start_B, group)
+    requests = _Requests(
+        model, weights.prepared, start_N, keys_N, stop_ids, pad_id, prompt, sampling
+    )
     padding = jnp.full((rows, limit), pad_id)
-
-    def draw(state: _Loop, hidden_NH: jax.Array) -> _Loop:
-        """Draws token t of every row that has not stopped."""
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys_N, state.t)
-        token, logprob = draw_tokens(model.logits(hidden_NH), keys, sampling)
-        running = ~state.finished
-        slot = prompt + state.t
-        column = (slice(None), slot)
-        return _Loop(
-            t=state.t + 1,
-            tokens=state.tokens.at[column].set(jnp.where(running, token, pad_id)),
-            logprob=state.logprob.at[column].set(jnp.where(running, logprob, 0.0)),
-            end=jnp.where(running, slot + 1, state.end),
-            finished=state.finished | jnp.isin(token, stop_ids),
-            cache=state.cache,
-        )
-
-    def decode(state: _Loop) -> _Loop:
-        """Feeds the newest token of every row, then draws the next one."""
-        slot = prompt + state.t - 1
-        out = model(
-            lax.dynamic_slice_in_dim(state.tokens, slot, 1, axis=1),
-            start=start_N,
-            # To a row that has stopped this slot is padding.
-            end=jnp.where(state.finished, jnp.minimum(state.end, slot), state.end),
-            prepared=weights.prepared,
-            cache=state.cache,
-            offset=jnp.full(rows, slot, jnp.int32),
-        )
-        return draw(state._replace(cache=out.cache), out.hidden[:, 0])
-
     state = _Loop(
         t=jnp.int32(0),
         tokens=jnp.concatenate([jnp.repeat(tokens_BP, group, axis=0), padding], axis=1),
@@ -175,9 +174,10 @@ def _generate(
         finished=jnp.zeros(rows, bool),
         cache=jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=1), out.cache),
     )
-    state = draw(state, jnp.repeat(out.hidden[:, -1], group, axis=0))
-    state = lax.while_loop(lambda s: (s.t < limit) & ~s.finished.all(), decode, state)
-
+    state = _draw(requests, state, jnp.repeat(out.hidden[:, -1], group, axis=0))
+    state = lax.while_loop(
+        lambda s: (s.t < limit) & ~s.finished.all(), partial(_decode, requests), state
+    )
     slots = jnp.arange(prompt + limit)
     return Rollout(
         tokens=state.tokens,
@@ -188,6 +188,38 @@ def _generate(
         finished=state.finished,
         rewards=jnp.zeros(rows, jnp.float32),
     )
+
+
+def _draw(requests: _Requests, state: _Loop, hidden_NH: jax.Array) -> _Loop:
+    """Draws token t of every row that has not stopped."""
+    keys = jax.vmap(jax.random.fold_in, (0, None))(requests.keys, state.t)
+    token, logprob = draw_tokens(requests.model.logits(hidden_NH), keys, requests.sampling)
+    running = ~state.finished
+    slot = requests.prompt + state.t
+    column = (slice(None), slot)
+    return _Loop(
+        t=state.t + 1,
+        tokens=state.tokens.at[column].set(jnp.where(running, token, requests.pad_id)),
+        logprob=state.logprob.at[column].set(jnp.where(running, logprob, 0.0)),
+        end=jnp.where(running, slot + 1, state.end),
+        finished=state.finished | jnp.isin(token, requests.stop_ids),
+        cache=state.cache,
+    )
+
+
+def _decode(requests: _Requests, state: _Loop) -> _Loop:
+    """Feeds the newest token of every row, then draws the next one."""
+    slot = requests.prompt + state.t - 1
+    out = requests.model(
+        lax.dynamic_slice_in_dim(state.tokens, slot, 1, axis=1),
+        start=requests.start,
+        # To a row that has stopped this slot is padding.
+        end=jnp.where(state.finished, jnp.minimum(state.end, slot), state.end),
+        prepared=requests.prepared,
+        cache=state.cache,
+        offset=slot,
+    )
+    return _draw(requests, state._replace(cache=out.cache), out.hidden[:, 0])
 
 
 def draw_tokens(

@@ -63,18 +63,22 @@ def teach_format(
       The state with the trained weights; its optimiser is the supervised phase's.
     """
     config = run.supervised
-    assert config is not None
+    assert config is not None  # The caller's condition.
     cursor = PromptCursor(len(problems.supervised), run.seed)
-    batch = min(config.batch, len(problems.supervised))
+    record: dict[str, float] = {}
     with ProgressBar(config.max_steps, description="supervised") as bar:
         for step in range(1, config.max_steps + 1):
-            chosen = [problems.supervised[i] for i in cursor.take(batch)]
+            chosen = [problems.supervised[i] for i in cursor.take(config.batch)]
             rollout = worked_answers(problems, chosen, run.sampling.max_new_tokens)
             state, metrics = learner.supervised_update(state, rollout)
+            record["supervised/loss"] = float(metrics["policy/loss"])
             if step % config.check_every == 0 or step == config.max_steps:
-                found = accuracy(state, step)
-                bar.update(step, {"policy/loss": float(metrics["policy/loss"])})
-                if found >= config.accuracy:
-                    break
-        bar.print(f"supervised: stopped after {step} steps at a sampled accuracy of {found:.3f}")
+                record["evaluation/accuracy"] = accuracy(state, step)
+            bar.update(step, record)
+            if record.get("evaluation/accuracy", 0.0) >= config.accuracy:
+                break
+        bar.print(
+            f"supervised: stopped after {step} steps at a sampled accuracy of "
+            f"{record['evaluation/accuracy']:.3f}"
+        )
     return state

@@ -59,17 +59,16 @@ class Trainer:
                 f"tokenizer's {problems.tokenizer.vocab_size}"
             )
         self.graphdef, params = nnx.split(model, nnx.Param)
-        limit = run.sampling.max_new_tokens
         self.learner = Learner(
             graphdef=self.graphdef,
             optimizer=run.optimizer,
             loss=run.loss,
             temperature=run.sampling.temperature,
-            max_new_tokens=limit,
+            max_new_tokens=run.sampling.max_new_tokens,
             micro_batch=run.grpo.micro_batch,
         )
         self.sampler = self._sampler(run.sampling)
-        self.evaluation_sampler = self._sampler(run.evaluation.sampling(limit))
+        self.evaluation_sampler = self._sampler(run.evaluation.sampling(run.sampling))
         self.cursor = PromptCursor(len(problems.train), run.seed)
         self.step = 0
         self.state = self.learner.init(params)
@@ -151,11 +150,17 @@ class Trainer:
         begin = time.monotonic()
         self.step += 1
         self._check_weights()
+        counts = self.reward.counts
         rollout, sampled, tokens = self._rollout()
+        # Those of this step alone: a resumed run has to record the same.
+        ended = {
+            f"grading/{name}": float(count - counts[name])
+            for name, count in self.reward.counts.items()
+        }
         learned = self._learn(rollout)
         seconds = time.monotonic() - begin
         times = {"time/step": seconds, "time/tokens_per_second": tokens / seconds}
-        return sampled | learned | times
+        return sampled | ended | learned | times
 
     def _check_weights(self) -> None:
         again = prepare(self.state.weights.params, graphdef=self.graphdef)
@@ -166,17 +171,19 @@ class Trainer:
                 f"the sampler's {theirs}; they must be the same bytes"
             )
 
-    def _sample(self, chosen: Sequence[Problem], first_request: int) -> Rollout:
-        """A graded rollout of the chosen problems."""
+    def _sample(self, chosen: Sequence[Problem], first_request: int) -> tuple[Rollout, np.ndarray]:
+        """A rollout of the chosen problems with the rewards to learn from, and f32[N] the rewards
+        as the grader gave them."""
         grpo = self.run.grpo
         tokens, start = self.problems.prompts(chosen)
         requests = first_request + np.arange(len(chosen) * grpo.group_size)
         keys = request_keys(jax.random.fold_in(self.key, _SAMPLING), self.step, requests)
         rollout = self.sampler(self.state.weights, tokens, start, keys, grpo.group_size)
         examples = [p.example for p in chosen for _ in range(grpo.group_size)]
-        rewards = np.asarray(self.reward(examples, self.problems.responses(rollout)), np.float32)
+        graded = np.asarray(self.reward(examples, self.problems.responses(rollout)), np.float32)
+        rewards = graded
         if grpo.overlong_buffer:
-            rewards += soft_overlong_penalty(
+            rewards = rewards + soft_overlong_penalty(
                 np.asarray(rollout.mask).sum(axis=1),
                 max_length=self.run.sampling.max_new_tokens,
                 buffer=grpo.overlong_buffer,
@@ -184,7 +191,7 @@ class Trainer:
         if grpo.shuffle_rewards:
             shuffle = jax.random.fold_in(jax.random.fold_in(self.key, _SHUFFLE), self.step)
             rewards = rewards[np.asarray(jax.random.permutation(shuffle, len(rewards)))]
-        return replace(rollout, rewards=jnp.asarray(rewards))
+        return replace(rollout, rewards=jnp.asarray(rewards)), graded
 
     def _rollout(self) -> tuple[Rollout, dict[str, float], int]:
         """The rows to learn from; of all that were sampled the metrics and the tokens.
@@ -195,15 +202,20 @@ class Trainer:
         grpo = self.run.grpo
         rows = grpo.prompts * grpo.group_size
         rollouts: list[Rollout] = []
+        graded: list[np.ndarray] = []
         missing, resampled = rows, 0
         while len(rollouts) <= grpo.resample and missing > 0:
             resampled += missing // grpo.group_size if rollouts else 0
             chosen = [self.problems.train[i] for i in self.cursor.take(grpo.prompts)]
-            rollouts.append(self._sample(chosen, len(rollouts) * rows))
-            missing -= int(informative(rollouts[-1].rewards, grpo.group_size).sum())
+            rollout, rewards = self._sample(chosen, len(rollouts) * rows)
+            rollouts.append(rollout)
+            graded.append(rewards)
+            missing -= int(informative(rollout.rewards, grpo.group_size).sum())
         every = concatenate(rollouts)
         order = jnp.argsort(~informative(every.rewards, grpo.group_size), stable=True)
-        metrics = rollout_metrics(every.rewards, every.mask, every.finished, grpo.group_size)
+        metrics = rollout_metrics(
+            jnp.concatenate(graded), every.rewards, every.mask, every.finished, grpo.group_size
+        )
         record = {name: float(value) for name, value in jax.device_get(metrics).items()}
         record["sampling/resampled"] = float(resampled)
         return every.rows(order[:rows]), record, int(every.mask.sum())
@@ -225,7 +237,9 @@ class Trainer:
                 rewards = rewards - loss.kl_coef * penalty
         batch = Batch(
             rollout=rollout,
-            advantages=group_advantages(rewards, grpo.group_size, std=loss.advantage_std),
+            advantages=group_advantages(
+                rewards, grpo.group_size, std=loss.advantage_std, learned=learned
+            ),
             learned=learned,
             old_logprob=rollout.logprob if grpo.old_logprob == "sampler" else None,
             reference_logprob=reference,
