@@ -7,10 +7,10 @@
 //
 // For each logit there are a division, an exponential and two sums, some forty instructions, which
 // take about as long as reading it from memory.
+#include "ffi/cuda/exp.cuh"
 #include "ffi/cuda/logprob.h"
-#include "ffi/cuda/exp.h"
-#include "ffi/cuda/row_lanes.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/row_lanes.cuh"
+#include "ffi/cuda/values.cuh"
 #include "ffi/logprob.h"
 #include "ffi/numerics.h"
 

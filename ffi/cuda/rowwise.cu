@@ -10,11 +10,11 @@
 //   head are whole steps, an element and its partner are in the same lane.
 #include <algorithm>
 
-#include "ffi/cuda/exp.h"
-#include "ffi/cuda/grid.h"
-#include "ffi/cuda/row_lanes.h"
+#include "ffi/cuda/exp.cuh"
+#include "ffi/cuda/grid.cuh"
+#include "ffi/cuda/row_lanes.cuh"
 #include "ffi/cuda/rowwise.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/values.cuh"
 #include "ffi/numerics.h"
 #include "ffi/rotary.h"
 

@@ -3,8 +3,8 @@
 // nothing there, a product that is exact is fused with the subtraction that follows, and the two
 // factors of 2^n are one addition to the exponent. Compile with -ftz=true, which the bits of small
 // results assume.
-#ifndef JAXFP4_CUDA_EXP_H_
-#define JAXFP4_CUDA_EXP_H_
+#ifndef JAXFP4_CUDA_EXP_CUH_
+#define JAXFP4_CUDA_EXP_CUH_
 
 #include <cstdint>
 
@@ -62,4 +62,4 @@ __device__ __forceinline__ float PlainSwiGlu(float gate, float up) {
 
 }  // namespace jaxfp4::cuda
 
-#endif  // JAXFP4_CUDA_EXP_H_
+#endif  // JAXFP4_CUDA_EXP_CUH_
