@@ -112,6 +112,8 @@ def test_router(experts, k, rows, norm_topk_prob):
         (300, 10, 20, 16),  # slots used often
         (2500, 8, 5, 300),  # more uses than a block's list holds
         (9, 1, 20000, 64),  # many slots, few used
+        (7500, 8, 100000, 16),  # many slots, some of them used again
+        (2048, 8, 16384, 128),
         (5, 2, 40, 10000),
     ],
 )

@@ -5,11 +5,12 @@
 // merges the blocks in order, 32 at a time: the running maxima and all the exponentials are found
 // in parallel, and the chain that is left is a multiplication and an addition a block.
 //
-// For each logit there are an IEEE division, an exponential and two sums: that, not memory, bounds
-// it.
+// For each logit there are a division, an exponential and two sums, some forty instructions, which
+// take about as long as reading it from memory.
+#include "ffi/cuda/exp.cuh"
 #include "ffi/cuda/logprob.h"
-#include "ffi/cuda/row_lanes.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/row_lanes.cuh"
+#include "ffi/cuda/values.cuh"
 #include "ffi/logprob.h"
 #include "ffi/numerics.h"
 
@@ -20,32 +21,71 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kSteps = kVocabularyBlock / kWarp;
 
+// Divides a lane's logits by the temperature as Div does. Every lane of a warp calls it.
+class Temper {
+ public:
+  explicit __device__ __forceinline__ Temper(float temperature)
+      : temperature_(temperature),
+        reciprocal_(Reciprocal(temperature)),
+        plain_(kSmallest < temperature && temperature < kLargest) {}
+
+  __device__ __forceinline__ void operator()(float (&z)[kSteps]) const {
+    if (temperature_ == 1.0f) return;
+    float smallest = 1.0f, largest = 1.0f;  // NaN is passed over: its quotient is NaN either way
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      smallest = fminf(smallest, fabsf(z[s]));
+      largest = fmaxf(largest, fabsf(z[s]));
+    }
+    if (__all_sync(kAllLanes, plain_ && kSmallest < smallest && largest < kLargest)) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) z[s] = DivideBy(z[s], temperature_, reciprocal_);
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < kSteps; ++s) z[s] = Div(z[s], temperature_);
+    }
+  }
+
+ private:
+  // Between them DivideBy is exact.
+  static constexpr float kSmallest = 1e-15f, kLargest = 1e15f;
+  float temperature_, reciprocal_;
+  bool plain_;
+};
+
 // Of the block of `count` logits at `logits`, in all lanes.
 __device__ __forceinline__ Statistics Measure(const float* __restrict__ logits, int count,
-                                              float temperature, int lane) {
+                                              const Temper& temper, int lane) {
   float z[kSteps];
+  if (count == kVocabularyBlock) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) z[s] = logits[s * kWarp + lane];
+  } else {
+    // What is past the end adds nothing, as a logit of -infinity.
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      z[s] = s * kWarp + lane < count ? logits[s * kWarp + lane] : kMinusInf;
+    }
+  }
+  temper(z);
   float largest = kMinusInf;
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    // What is past the end adds nothing, as a logit of -infinity.
-    z[s] = s * kWarp + lane < count ? logits[s * kWarp + lane] : kMinusInf;
-  }
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    z[s] = s * kWarp + lane < count ? Div(z[s], temperature) : kMinusInf;
-    largest = fmaxf(largest, z[s]);
-  }
+  for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, z[s]);
   largest = MaxOverLanes(largest);
   const float base = BlockBase(largest);
   float sum[1] = {}, weighted[1] = {};
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    const float offset = Sub(z[s], base);
-    const float exponential = Exp(offset);
+    // Exp is 0 from -104 down, so that no term changes, not even that of -infinity.
+    const float offset = ClampFromBelow(Sub(z[s], base), -104.0f);
+    const float exponential = __int_as_float(max(ExpBits(offset), 0));
     sum[0] = Add(sum[0], exponential);
-    weighted[0] = Add(weighted[0], WeightedTerm(exponential, offset));
+    weighted[0] = Add(weighted[0], Mul(exponential, offset));
   }
-  return {largest, RowTreeOverLanes(sum), RowTreeOverLanes(weighted)};
+  Statistics part = {largest, RowTreeOverLanes(sum), RowTreeOverLanes(weighted)};
+  // ExpBits loses a NaN, the product does not.
+  if (part.weighted != part.weighted) part.sum = part.weighted;
+  return part;
 }
 
 // Merges parts[count], in order, into `all`. Every lane of a warp calls it and gets the result.
@@ -95,10 +135,11 @@ __global__ void __launch_bounds__(kThreads) FoldLogitsKernel(LogprobArgs args) {
   const int blocks = (vocabulary + kVocabularyBlock - 1) / kVocabularyBlock;
   const float* logits = args.logits + row * args.vocabulary;
   const float temperature = args.temperature[row];
+  const Temper temper(temperature);
   for (int b = warp; b < blocks; b += kWarps) {
     const int first = b * kVocabularyBlock;
     const Statistics part =
-        Measure(logits + first, min(vocabulary - first, kVocabularyBlock), temperature, lane);
+        Measure(logits + first, min(vocabulary - first, kVocabularyBlock), temper, lane);
     if (lane == 0) parts[b] = part;
   }
   __syncthreads();

@@ -7,10 +7,10 @@
 //   gathered rows of y are read once, so memory bounds it.
 #include <algorithm>
 
-#include "ffi/cuda/grid.h"
+#include "ffi/cuda/grid.cuh"
 #include "ffi/cuda/routing.h"
-#include "ffi/cuda/row_lanes.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/row_lanes.cuh"
+#include "ffi/cuda/values.cuh"
 #include "ffi/numerics.h"
 
 namespace jaxfp4::cuda {

@@ -5,15 +5,15 @@
 // * dy[slot], the sum of weights[m, j] * d_out[m] over the (m, j) that name the slot, ascending. A
 //   block owns a range of slots. It reads all of `slots` in order and keeps those in its range as a
 //   list in shared memory, links the entries of each slot in order, and then sums slot by slot: a
-//   warp a slot, the sums in registers. Nearly always a slot is used once; where the list does not
+//   warp a slot, the sums in registers. Nearly always a slot is used once. Where the list does not
 //   fit, the block goes through `slots` once for every slot of its own.
 //   `slots` is small and comes from the L2 cache, so memory bounds this too.
 #include <algorithm>
 
-#include "ffi/cuda/grid.h"
+#include "ffi/cuda/grid.cuh"
 #include "ffi/cuda/routing.h"
-#include "ffi/cuda/row_lanes.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/row_lanes.cuh"
+#include "ffi/cuda/values.cuh"
 #include "ffi/numerics.h"
 
 namespace jaxfp4::cuda {
@@ -59,19 +59,31 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kEntriesPerThread = 8;
 constexpr int kTile = kThreads * kEntriesPerThread;  // entries of `slots` read together
 constexpr int kCapacity = 2 * kTile;                 // uses that a block's list holds
-constexpr int kLargestRange = kThreads;              // slots of a block: a thread links one
+constexpr int kLargestRange = 1024;                  // slots of a block
+constexpr int kNone = kCapacity;                     // no place in the list
 constexpr int kUnroll = 4;                           // packs of a row that a lane sums together
 
 struct Uses {
-  unsigned index[kCapacity];     // into weights, ascending
-  int16_t next[kCapacity];       // the slot's next use in this list, or kNone
-  uint8_t slot[kCapacity];       // counted from the range's first
-  int16_t first[kLargestRange];  // the slot's first use, or kNone
+  unsigned index[kCapacity];      // into weights, ascending
+  int first[kLargestRange];       // the slot's first use in this list, or kNone
+  int16_t next[kCapacity];        // the same slot's next use, or kNone
+  int16_t slot[kCapacity];        // counted from the range's first
+  int16_t latest[kLargestRange];  // while the uses are linked
   int count;
   int warp_count[kWarps];
 };
-constexpr int kNone = -1;
-static_assert(kCapacity <= 32767 && kLargestRange <= 256);
+
+// This thread's entries of the tile at `begin`, counted from `first`. A slot below it wraps to far
+// above it.
+__device__ __forceinline__ void LoadTile(const int32_t* __restrict__ slots, unsigned begin,
+                                         unsigned total, unsigned first,
+                                         unsigned (&local)[kEntriesPerThread]) {
+  const unsigned own = begin + threadIdx.x * kEntriesPerThread;
+#pragma unroll
+  for (int i = 0; i < kEntriesPerThread; ++i) {
+    local[i] = own + i < total ? static_cast<unsigned>(slots[own + i]) - first : ~0u;
+  }
+}
 
 // Puts the uses of slots [first, first + range) among entries [begin, total) into the list until
 // another tile might not fit. Returns the entry that it stopped at. All threads of the block call
@@ -80,15 +92,17 @@ __device__ unsigned Collect(const int32_t* __restrict__ slots, unsigned begin, u
                             unsigned first, unsigned range, Uses& uses) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   int count = 0;
+  unsigned ahead[kEntriesPerThread];
+  LoadTile(slots, begin, total, first, ahead);
   for (; begin < total && count <= kCapacity - kTile; begin += kTile) {
-    const unsigned own = begin + threadIdx.x * kEntriesPerThread;
+    unsigned local[kEntriesPerThread];
     unsigned hits = 0;
-    unsigned local[kEntriesPerThread];  // a slot below the range wraps to far above it
 #pragma unroll
     for (int i = 0; i < kEntriesPerThread; ++i) {
-      local[i] = own + i < total ? static_cast<unsigned>(slots[own + i]) - first : ~0u;
+      local[i] = ahead[i];
       if (local[i] < range) hits |= 1u << i;
     }
+    LoadTile(slots, begin + kTile, total, first, ahead);
     if (__syncthreads_or(hits != 0) == 0) continue;
     const int found = __popc(hits);
     int before = found;  // found by this lane and those before it
@@ -108,8 +122,8 @@ __device__ unsigned Collect(const int32_t* __restrict__ slots, unsigned begin, u
 #pragma unroll
     for (int i = 0; i < kEntriesPerThread; ++i) {
       if ((hits >> i & 1u) == 0) continue;
-      uses.index[place] = own + i;
-      uses.slot[place] = static_cast<uint8_t>(local[i]);
+      uses.index[place] = begin + threadIdx.x * kEntriesPerThread + i;
+      uses.slot[place] = static_cast<int16_t>(local[i]);
       ++place;
     }
   }
@@ -121,20 +135,24 @@ __device__ unsigned Collect(const int32_t* __restrict__ slots, unsigned begin, u
 
 // Each slot's uses as a chain in ascending order.
 __device__ void Link(int range, Uses& uses) {
-  const int slot = threadIdx.x;
-  if (slot < range) {
-    int first = kNone, last = kNone;
-    for (int i = 0; i < uses.count; ++i) {
-      if (uses.slot[i] != slot) continue;
-      if (last == kNone) {
-        first = i;
-      } else {
-        uses.next[last] = static_cast<int16_t>(i);
-      }
-      last = i;
-    }
-    if (last != kNone) uses.next[last] = kNone;
-    uses.first[slot] = static_cast<int16_t>(first);
+  for (int slot = threadIdx.x; slot < range; slot += kThreads) uses.first[slot] = kNone;
+  __syncthreads();
+  for (int i = threadIdx.x; i < uses.count; i += kThreads) {
+    atomicMin(&uses.first[uses.slot[i]], i);
+    uses.next[i] = kNone;
+  }
+  __syncthreads();
+  bool again = false;
+  for (int i = threadIdx.x; i < uses.count; i += kThreads) {
+    again = again || uses.first[uses.slot[i]] != i;
+  }
+  if (__syncthreads_or(again) == 0) return;
+  // Some slot is used again: one thread takes all uses of a slot in order.
+  for (int i = 0; i < uses.count; ++i) {
+    const int slot = uses.slot[i];
+    if (slot % kThreads != static_cast<int>(threadIdx.x)) continue;
+    if (uses.first[slot] != i) uses.next[uses.latest[slot]] = static_cast<int16_t>(i);
+    uses.latest[slot] = static_cast<int16_t>(i);
   }
   __syncthreads();
 }
@@ -218,8 +236,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Large ranges read `slots` less often; small ones give every multiprocessor several blocks.
-constexpr int64_t kSlotBlocksWanted = 1024;
+// Every block reads all of `slots`: about as many blocks as run at once.
+constexpr int64_t kSlotBlocksWanted = 256;
 
 template <int kCount, class T>
 cudaError_t LaunchSlotGrad(cudaStream_t stream, const CombineExpertsArgs<T>& args, const T* d_out,

@@ -1,7 +1,6 @@
 // RMSNorm, SwiGLU and QK-norm with RoPE.
 //
-// All three read each value once and write each result once, so memory bounds them (SwiGLU's
-// exponential and IEEE division come close to it).
+// All three read each value once and write each result once, so memory bounds them.
 //
 // * RMSNorm: 32 / kPerLane lanes a row, which stays in registers between its sum of squares and
 //   its result up to 32 * kSteps values; a wider row is read a second time, from the L2 cache.
@@ -11,10 +10,11 @@
 //   head are whole steps, an element and its partner are in the same lane.
 #include <algorithm>
 
-#include "ffi/cuda/grid.h"
-#include "ffi/cuda/row_lanes.h"
+#include "ffi/cuda/exp.cuh"
+#include "ffi/cuda/grid.cuh"
+#include "ffi/cuda/row_lanes.cuh"
 #include "ffi/cuda/rowwise.h"
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/values.cuh"
 #include "ffi/numerics.h"
 #include "ffi/rotary.h"
 
@@ -92,9 +92,17 @@ __global__ void __launch_bounds__(kSwiGluThreads)
   if (place.row >= rows || place.column >= width) return;
   const T* in = x + place.row * 2 * width + place.column;
   const Pack<T, kCount> gate = LoadPack<kCount>(in), up = LoadPack<kCount>(in + width);
-  float result[kCount];
+  float largest = 0.0f;  // NaN is passed over
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) result[i] = SwiGlu(gate[i], up[i]);
+  for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(gate[i]));
+  float result[kCount];
+  if (largest <= kLargestPlainGate) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result[i] = PlainSwiGlu(gate[i], up[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result[i] = SwiGlu(gate[i], up[i]);
+  }
   StorePack<kCount>(result, y + place.row * width + place.column);
 }
 

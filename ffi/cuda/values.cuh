@@ -2,8 +2,8 @@
 //
 // XLA aligns every buffer to 16 bytes or more, so a row whose size is a multiple of a pack's is
 // read in packs from its first element on.
-#ifndef JAXFP4_CUDA_VALUES_H_
-#define JAXFP4_CUDA_VALUES_H_
+#ifndef JAXFP4_CUDA_VALUES_CUH_
+#define JAXFP4_CUDA_VALUES_CUH_
 
 #include <cuda_bf16.h>
 
@@ -68,4 +68,4 @@ __device__ __forceinline__ void StorePack(const float (&x)[kCount], uint16_t* ou
 
 }  // namespace jaxfp4::cuda
 
-#endif  // JAXFP4_CUDA_VALUES_H_
+#endif  // JAXFP4_CUDA_VALUES_CUH_

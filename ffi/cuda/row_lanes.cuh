@@ -6,12 +6,12 @@
 // element moves between lanes before the tree, and the tree is a butterfly of shuffles, after
 // which every lane of the row has the sum. Lanes add in either order, which for two operands gives
 // the same bits.
-#ifndef JAXFP4_CUDA_ROW_LANES_H_
-#define JAXFP4_CUDA_ROW_LANES_H_
+#ifndef JAXFP4_CUDA_ROW_LANES_CUH_
+#define JAXFP4_CUDA_ROW_LANES_CUH_
 
 #include <cstdint>
 
-#include "ffi/cuda/values.h"
+#include "ffi/cuda/values.cuh"
 #include "ffi/numerics.h"
 
 namespace jaxfp4::cuda {
@@ -79,4 +79,4 @@ __device__ __forceinline__ float MaxOverLanes(float x) {
 
 }  // namespace jaxfp4::cuda
 
-#endif  // JAXFP4_CUDA_ROW_LANES_H_
+#endif  // JAXFP4_CUDA_ROW_LANES_CUH_

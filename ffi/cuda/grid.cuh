@@ -1,6 +1,6 @@
 // Cutting a matrix of rows and packs over a grid: for ops without a sum along the row.
-#ifndef JAXFP4_CUDA_GRID_H_
-#define JAXFP4_CUDA_GRID_H_
+#ifndef JAXFP4_CUDA_GRID_CUH_
+#define JAXFP4_CUDA_GRID_CUH_
 
 #include <cuda_runtime_api.h>
 
@@ -23,7 +23,6 @@ struct PackGrid {
   }
 };
 
-#ifdef __CUDACC__
 // This thread's row and first column on such a grid.
 template <int kCount>
 struct PackPlace {
@@ -33,8 +32,7 @@ struct PackPlace {
       : row(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
         column((static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kCount) {}
 };
-#endif
 
 }  // namespace jaxfp4::cuda
 
-#endif  // JAXFP4_CUDA_GRID_H_
+#endif  // JAXFP4_CUDA_GRID_CUH_
