@@ -65,15 +65,34 @@ JAXFP4_INLINE float Div(float a, float b) { return a / b; }
 JAXFP4_INLINE float Sqrt(float a) { return sqrtf(a); }
 #endif
 
-// 1 / x, IEEE, for x and 1/x that are positive normal numbers below 2^126: what a general division
-// does after it has ruled out every other case.
-JAXFP4_INLINE float Reciprocal(float x) {
+// a * b + c, rounded once.
+#ifdef __CUDA_ARCH__
+JAXFP4_INLINE float Fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+#else
+JAXFP4_INLINE float Fma(float a, float b, float c) { return fmaf(a, b, c); }
+#endif
+
+// The same quotients, 1 / b and a / b, where b, 1/b and the remainders of a / b are normal numbers
+// and b is below 2^126: on a GPU what a general division does after it has ruled out every other
+// case.
+
+JAXFP4_INLINE float Reciprocal(float b) {
 #ifdef __CUDA_ARCH__
   float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  return Fma(r, Fma(-b, r, 1.0f), r);
 #else
-  return Div(1.0f, x);
+  return Div(1.0f, b);
+#endif
+}
+
+JAXFP4_INLINE float DivNormal(float a, float b) {
+#ifdef __CUDA_ARCH__
+  const float r = Reciprocal(b);
+  const float q = Mul(a, r);
+  return Fma(-r, Fma(b, q, -a), q);  // with this sign of the remainder -0 / b stays -0
+#else
+  return Div(a, b);
 #endif
 }
 
@@ -164,8 +183,8 @@ constexpr uint32_t kE2m1CodeBits = 0x4B000000u;  // 2^23
 
 JAXFP4_INLINE uint32_t E2m1CodeBits(float v) {
 #ifdef __CUDA_ARCH__
-  return __vimin3_u32(Bits(__fmaf_rn(v, 2.0f, 8388608.0f)), Bits(Add(v, 8388610.0f)),
-                      Bits(__fmaf_rn(v, 0.5f, 8388612.0f)));
+  return __vimin3_u32(Bits(Fma(v, 2.0f, 8388608.0f)), Bits(Add(v, 8388610.0f)),
+                      Bits(Fma(v, 0.5f, 8388612.0f)));
 #else
   const uint32_t first = Bits(2.0f * v + 8388608.0f);  // doubling and halving are exact
   const uint32_t second = Bits(v + 8388610.0f);
@@ -198,17 +217,20 @@ JAXFP4_INLINE RowScale MakeRowScale(float amax, bool pow2_scale) {
   const uint32_t magnitude = Magnitude(amax);
   const bool negative = (Bits(amax) >> 31) != 0u && magnitude != 0u;
   if (magnitude >= kInfBits || negative) return {1.0f, FromBits(kNanBits), false};
-  constexpr float kCap = 1.2676506002282294e30f;  // 2^100: both scales stay normal numbers
   float encode = 1.0f;
   if (magnitude != 0u) {
-    encode = Div(2688.0f, FromBits(magnitude));
-    encode = encode < kCap ? encode : kCap;
+    // 2688 / amax, at most 2^100 so that both scales stay normal numbers; in powers of two that
+    // keep every step normal.
+    constexpr float kSmallest = 2688.0f / 1.2676506002282294e30f;
+    const float capped = FromBits(magnitude) > kSmallest ? FromBits(magnitude) : kSmallest;
+    constexpr float kDown24 = 1.0f / 16777216.0f;
+    encode = Mul(DivNormal(2688.0f / 65536.0f, Mul(capped, kDown24)), 1.0f / 256.0f);
   }
-  float scale = Div(1.0f, encode);
+  float scale = Reciprocal(encode);
   if (pow2_scale) {
     const uint32_t up = (Bits(scale) & 0x7FFFFFu) != 0u ? 0x800000u : 0u;
     scale = FromBits((Bits(scale) & kInfBits) + up);
-    encode = Div(1.0f, scale);
+    encode = Reciprocal(scale);
   }
   return {encode, scale, true};
 }
@@ -226,25 +248,31 @@ JAXFP4_INLINE float BlockEncode(uint8_t sf, float scale) {
 
 // --- exp, the same polynomial on every platform: at most 2 ulp; results below 2^-126 are 0. ---
 
-JAXFP4_INLINE float Exp(float x) {
-  constexpr float kLog2e = 1.44269504088896341f;
-  constexpr float kLn2High = 0.693359375f;  // 9 bits: n * kLn2High is exact
-  constexpr float kLn2Low = -2.12194440e-4f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float high = x > 89.0f ? 89.0f : x;
-  const float clamped = high < -104.0f ? -104.0f : high;
-  const float shifted = Add(Mul(clamped, kLog2e), kRound);
-  const float n = Sub(shifted, kRound);
-  const float r = Sub(Sub(clamped, Mul(n, kLn2High)), Mul(n, kLn2Low));
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2High = 0.693359375f;  // 9 bits: n * kLn2High is exact
+constexpr float kLn2Low = -2.12194440e-4f;
+constexpr float kExpRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
+// exp(r) for |r| <= ln(2) / 2.
+JAXFP4_INLINE float ExpPolynomial(float r) {
   float p = 1.9875691500e-4f;
   p = Add(Mul(p, r), 1.3981999507e-3f);
   p = Add(Mul(p, r), 8.3334519073e-3f);
   p = Add(Mul(p, r), 4.1665795894e-2f);
   p = Add(Mul(p, r), 1.6666665459e-1f);
   p = Add(Mul(p, r), 5.0000001201e-1f);
-  p = Add(Add(Mul(p, Mul(r, r)), r), 1.0f);
+  return Add(Add(Mul(p, Mul(r, r)), r), 1.0f);
+}
+
+JAXFP4_INLINE float Exp(float x) {
+  const float high = x > 89.0f ? 89.0f : x;
+  const float clamped = high < -104.0f ? -104.0f : high;
+  const float shifted = Add(Mul(clamped, kLog2e), kExpRound);
+  const float n = Sub(shifted, kExpRound);
+  const float r = Sub(Sub(clamped, Mul(n, kLn2High)), Mul(n, kLn2Low));
+  const float p = ExpPolynomial(r);
   // 2^n in two factors, because n reaches 128.
-  const int32_t exponent = static_cast<int32_t>(Bits(shifted) - Bits(kRound));
+  const int32_t exponent = static_cast<int32_t>(Bits(shifted) - Bits(kExpRound));
   const int32_t half = exponent >> 1;
   const float first = FromBits(static_cast<uint32_t>(half + 127) << 23);
   const float second = FromBits(static_cast<uint32_t>(exponent - half + 127) << 23);
@@ -254,6 +282,19 @@ JAXFP4_INLINE float Exp(float x) {
 
 JAXFP4_INLINE float SwiGlu(float gate, float up) {
   return Mul(Div(gate, Add(1.0f, Exp(-gate))), up);
+}
+
+// SwiGlu where |gate| is below this bound, bit for bit, in half the instructions on a GPU: nothing
+// needs clamping, exact products go into fused multiply-adds, and the divisor is at least 1, and 2
+// for a gate so small that a remainder would not be a normal number.
+constexpr float kNearGate = 16.0f;
+
+JAXFP4_INLINE float SwiGluNear(float gate, float up) {
+  const float shifted = Add(Mul(-gate, kLog2e), kExpRound);
+  const float n = Sub(shifted, kExpRound);
+  const float r = Sub(Fma(-n, kLn2High, -gate), Mul(n, kLn2Low));
+  const float power = FromBits((Bits(shifted) << 23) + Bits(1.0f));  // 2^n
+  return Mul(DivNormal(gate, Fma(ExpPolynomial(r), power, 1.0f)), up);
 }
 
 // --- The sum along a row: 32 strided partial sums, then a fixed binary tree. ---

@@ -226,6 +226,21 @@ void TestExp() {
   }
 }
 
+void ExpectSwiGluNear(uint32_t gate_bits) {
+  for (const float gate : {FromBits(gate_bits), -FromBits(gate_bits)}) {
+    const float want = SwiGlu(gate, 1.5f), got = SwiGluNear(gate, 1.5f);
+    if (Bits(got) != Bits(want)) ExpectEqual("SwiGluNear", gate, got, want);
+  }
+}
+
+// Every bf16 and, with this stride, the leading bits of fp32's mantissas.
+void TestSwiGluNear() {
+  const uint32_t smallest = 0x00800000u, end = Bits(kNearGate);
+  for (uint32_t bits = smallest; bits < end; bits += 0x10000u) ExpectSwiGluNear(bits);
+  for (uint32_t bits = smallest; bits < end; bits += 263u) ExpectSwiGluNear(bits);
+  ExpectSwiGluNear(0u);
+}
+
 void TestRows() {
   float partial[kRowPartials], other[kRowPartials];
   for (int i = 0; i < kRowPartials; ++i) {
@@ -276,6 +291,7 @@ int main() {
   jaxfp4::TestRowScale();
   jaxfp4::TestBlockByHand();
   jaxfp4::TestExp();
+  jaxfp4::TestSwiGluNear();
   jaxfp4::TestRows();
   jaxfp4::TestScaleLayout();
   if (jaxfp4::failures > 0) {

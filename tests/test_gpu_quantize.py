@@ -220,6 +220,15 @@ def test_every_block_scale_of_many_rows(dtype):
         assert_platforms_agree(target, x.astype(inputs.DTYPES[dtype]), Attributes())
 
 
+def test_scales_of_every_mantissa():
+    """All mantissas of a given amax, under every third exponent in turn."""
+    mantissa = np.arange(2**23, dtype=np.uint32)
+    exponent = 1 + 3 * mantissa % 254
+    amax = (exponent << 23 | mantissa).astype(np.uint32).view(np.float32)
+    x = np.zeros((len(amax), 16), inputs.DTYPES["bfloat16"])
+    assert_platforms_agree("quantize", x, Attributes(), amax=amax)
+
+
 # --- Shapes ---
 
 

@@ -58,6 +58,12 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return word;
 }
 
+__device__ __forceinline__ void StoreRounded(float v, uint16_t* p) {
+  *p = __bfloat16_as_ushort(__float2bfloat16_rn(v));
+}
+
+__device__ __forceinline__ void StoreRounded(float v, float* p) { *p = v; }
+
 // The values rounded to T.
 __device__ __forceinline__ void RoundBlock(const float (&v)[kBlock], Block<uint16_t>* block) {
   for (int h = 0; h < 2; ++h) {
@@ -182,7 +188,6 @@ __device__ __forceinline__ void ScaledMagnitudes(const Block<T>& block, uint32_t
 template <class T>
 __device__ __forceinline__ uint2 EncodeBlock(const Block<T>& block, uint32_t largest,
                                              const BlockScale& scale) {
-  if (scale.encode == 0.0f) return make_uint2(0u, 0u);
   float v[kBlock];
   ScaledMagnitudes(block, largest, scale.encode, v);
   uint32_t codes[2];
@@ -192,7 +197,7 @@ __device__ __forceinline__ uint2 EncodeBlock(const Block<T>& block, uint32_t lar
     uint32_t word = -(kE2m1CodeBits * 0x11111111u);
 #pragma unroll
     for (int i = 0; i < 8; ++i) word += E2m1CodeBits(v[8 * h + i]) << (4 * i);
-    codes[h] = word | Signs8(block, 8 * h);
+    codes[h] = scale.encode == 0.0f ? 0u : word | Signs8(block, 8 * h);
   }
   return make_uint2(codes[0], codes[1]);
 }
@@ -207,16 +212,18 @@ __device__ __forceinline__ uint32_t SignsOfPair(const Block<float>& block, int p
          0x80008000u;
 }
 
-// 16 values, code times block scale in bf16. NaN where the block scale is.
+// What a block is whose codes are all 0: zeros, or NaN where the block scale is.
+__device__ __forceinline__ Block<uint16_t> ConstantBlock(uint8_t sf) {
+  const uint32_t word = sf == kNanBlockScale ? (kNanBits >> 16) * 0x10001u : 0u;
+  return {make_uint4(word, word, word, word), make_uint4(word, word, word, word)};
+}
+
+// 16 values, code times block scale in bf16.
 template <class T>
 __device__ __forceinline__ Block<uint16_t> ExpandBlock(const Block<T>& block, uint32_t largest,
                                                        const BlockScale& scale) {
+  if (scale.encode == 0.0f) return ConstantBlock(scale.sf);
   Block<uint16_t> out;
-  if (scale.encode == 0.0f) {
-    const uint32_t word = scale.sf == kNanBlockScale ? (kNanBits >> 16) * 0x10001u : 0u;
-    out.half[0] = out.half[1] = make_uint4(word, word, word, word);
-    return out;
-  }
   float v[kBlock];
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {

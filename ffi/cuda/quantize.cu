@@ -21,93 +21,105 @@ constexpr int kThreads = 128;      // of a thread block where a warp takes a row
 constexpr int kMaxThreads = 1024;  // of one row
 constexpr int kRowRangesPerSm = 16;
 
-// Blocks of 16 values that a thread keeps in registers.
-template <class T>
-constexpr int kBlocksPerThread = sizeof(T) == 2 ? 4 : 2;
+constexpr int64_t kSharedBytes = 48 * 1024 - 256;  // of a thread block, without asking for more
 
-template <bool kExpanded>
-__device__ __forceinline__ void StoreUnusedRow(const QuantizeArgs& args, int64_t row) {
-  const int64_t blocks = args.depth / kBlock;
-  for (int64_t b = threadIdx.x; b < blocks; b += blockDim.x) {
-    const int64_t index = row * blocks + b;
-    if constexpr (kExpanded) {
-      uint4* values = reinterpret_cast<uint4*>(args.values) + 2 * index;
-      values[0] = values[1] = make_uint4(0u, 0u, 0u, 0u);
-    } else {
-      reinterpret_cast<uint2*>(args.codes)[index] = make_uint2(0u, 0u);
-      if (args.tiled_scale_bytes == 0) args.block_scales[index] = 0;
-    }
-  }
-  if (args.rows_per_scale == 1 && threadIdx.x == 0) args.scale[row] = 1.0f;
+// Blocks of 16 values that a thread keeps in registers: 32 of them hold what it reads.
+template <class T, Front kFront>
+constexpr int kBlocksPerThread = (sizeof(T) == 2 ? 4 : 2) / (kFront == Front::kSwiGlu ? 2 : 1);
+
+// Values of a row that a thread block's registers hold.
+template <class T, Front kFront>
+constexpr int64_t kLongestRow = int64_t{kMaxThreads} * kBlocksPerThread<T, kFront> * kBlock;
+
+// Shared memory for the rows of a thread block under RMSNorm; 0 where they do not fit or need none.
+template <class T, Front kFront>
+int64_t StagedBytes(int64_t depth, dim3 threads) {
+  if (kFront != Front::kRmsNorm || depth > kLongestRow<T, kFront>) return 0;
+  const int64_t bytes = threads.y * depth * static_cast<int64_t>(sizeof(T));
+  return bytes <= kSharedBytes ? bytes : 0;
 }
 
-// Where `amax` is null each row finds its own.
+// Where `amax` is null each row finds its own, and its threads hold all of its blocks. Else
+// blockIdx.y cuts the row into as many blocks as the threads hold.
 template <class T, Front kFront, bool kExpanded, bool kFourOverSix>
 __global__ void __launch_bounds__(kMaxThreads)
-    EncodeRows(const __grid_constant__ QuantizeArgs args, const float* amax) {
+    EncodeRows(const __grid_constant__ QuantizeArgs args, const float* amax, bool staged) {
+  constexpr int kPerThread = kBlocksPerThread<T, kFront>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= args.rows) return;
-  if (row >= UsedRows(args)) {
-    StoreUnusedRow<kExpanded>(args, row);
+  const int blocks = static_cast<int>(args.depth / kBlock);
+  const int stride = blockDim.x;
+  const int first = blockIdx.y * kPerThread * stride;
+  const bool in_use = args.groups == 0 || row < UsedRows(args);
+  const bool writes_scale =
+      args.rows_per_scale == 1 && amax != args.scale && blockIdx.y == 0 && threadIdx.x == 0;
+  const RowResults<kExpanded> results(args, row, in_use);
+  const T* source = in_use ? SourceRow<T, kFront>(args, row) : nullptr;
+  if (source == nullptr) {
+    const float zero_amax = in_use && amax != nullptr ? amax[row / args.rows_per_scale] : 0.0f;
+    const RowScale scale = MakeRowScale(zero_amax, args.pow2_scale);
+    if (writes_scale) args.scale[row] = scale.scale;
+    const int last = min(blocks, first + kPerThread * stride);
+    for (int b = first + threadIdx.x; b < last; b += stride) {
+      results.StoreConstant(b, scale.finite ? 0 : kNanBlockScale);
+    }
     return;
   }
-  constexpr int kPerThread = kBlocksPerThread<T>;
-  const int64_t blocks = args.depth / kBlock;
-  const int64_t chunk = kPerThread * static_cast<int64_t>(blockDim.x);
-  const Row<T, kFront> x(args, row);
+
+  // Threads past the end of the row repeat its last block, which changes nothing and costs less
+  // than to skip it.
+  const auto begins_in_row = [&](int i) { return i == 0 || first + i * stride < blocks; };
+  const auto place = [&](int i) {
+    return min(first + i * stride + static_cast<int>(threadIdx.x), blocks - 1);
+  };
+  RawBlock<T, kFront> raw[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    raw[i] = {};
+    if (begins_in_row(i)) raw[i] = LoadRaw<kFront>(source, args.depth, place(i));
+  }
+  float inverse_rms = 0.0f;
+  if constexpr (kFront == Front::kRmsNorm) {
+    if (staged) {
+      extern __shared__ uint4 shared[];
+      T* staged_row = reinterpret_cast<T*>(shared) + threadIdx.y * args.depth;
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (begins_in_row(i)) {
+          *reinterpret_cast<Block<T>*>(staged_row + place(i) * kBlock) = raw[i].x;
+        }
+      }
+      SyncRow();
+      inverse_rms = InverseRmsOfRow(staged_row, args.depth, args.eps);
+    } else {
+      inverse_rms = InverseRmsOfRow(source, args.depth, args.eps);
+    }
+  }
   Block<T> block[kPerThread];
   uint32_t largest[kPerThread];
-  const auto load = [&](int64_t first) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int64_t b = first + i * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-      if (b < blocks) block[i] = x.Load(b);
-    }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int64_t b = first + i * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-      largest[i] = b < blocks ? LargestMagnitude(block[i]) : 0u;
-    }
-  };
+  for (int i = 0; i < kPerThread; ++i) {
+    block[i] = {};
+    if (begins_in_row(i)) block[i] = ApplyFront(raw[i], inverse_rms, args.front_weight, place(i));
+    largest[i] = LargestMagnitude(block[i]);
+  }
 
   float row_amax;
   if (amax != nullptr) {
     row_amax = __ldg(amax + (args.rows_per_scale == 1 ? row : row / args.rows_per_scale));
-    load(0);
   } else {
-    uint32_t of_thread = 0;
-    for (int64_t first = 0; first < blocks; first += chunk) {
-      load(first);
+    uint32_t of_thread = largest[0];
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) of_thread = max(of_thread, largest[i]);
-    }
+    for (int i = 1; i < kPerThread; ++i) of_thread = max(of_thread, largest[i]);
     row_amax = FromBits(MaxOverRow(of_thread));
-    if (blocks > chunk) load(0);
   }
   const RowScale scale = MakeRowScale(row_amax, args.pow2_scale);
-  if (args.rows_per_scale == 1 && threadIdx.x == 0) args.scale[row] = scale.scale;
-  const bool tiled = args.tiled_scale_bytes != 0;
-  const int64_t tiled_row = tiled ? TiledRow(args, row) : 0;
-
-  for (int64_t first = 0; first < blocks; first += chunk) {
-    if (first != 0) load(first);
+  if (writes_scale) args.scale[row] = scale.scale;
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int64_t b = first + i * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-      if (b >= blocks) continue;
-      const BlockScale block_scale = ScaleOfBlock<kFourOverSix>(block[i], largest[i], scale);
-      const int64_t index = row * blocks + b;
-      if constexpr (kExpanded) {
-        const Block<uint16_t> values = ExpandBlock(block[i], largest[i], block_scale);
-        uint4* out = reinterpret_cast<uint4*>(args.values) + 2 * index;
-        out[0] = values.half[0];
-        out[1] = values.half[1];
-      } else {
-        reinterpret_cast<uint2*>(args.codes)[index] =
-            EncodeBlock(block[i], largest[i], block_scale);
-        args.block_scales[tiled ? TiledScaleOffset(tiled_row, b, blocks) : index] = block_scale.sf;
-      }
-    }
+  for (int i = 0; i < kPerThread; ++i) {
+    if (!begins_in_row(i)) break;
+    results.Store(place(i), block[i], largest[i],
+                  ScaleOfBlock<kFourOverSix>(block[i], largest[i], scale));
   }
 }
 
@@ -120,13 +132,21 @@ __global__ void __launch_bounds__(kMaxThreads) FindAmax(const __grid_constant__ 
   const int64_t used = UsedRows(args);
   const int64_t rows_per_range = (used + ranges - 1) / ranges;
   const int64_t begin = range * rows_per_range, end = min(begin + rows_per_range, used);
-  const int64_t blocks = args.depth / kBlock;
+  const int blocks = static_cast<int>(args.depth / kBlock);
   uint32_t largest = 0;
   for (int64_t row = begin; row < end; ++row) {
-    const Row<T, kFront> x(args, row);
-#pragma unroll 4
-    for (int64_t b = threadIdx.x; b < blocks; b += blockDim.x) {
-      largest = max(largest, LargestMagnitude(x.Load(b)));
+    const T* source = SourceRow<T, kFront>(args, row);
+    if (source != nullptr) {
+      float inverse_rms = 0.0f;
+      if constexpr (kFront == Front::kRmsNorm) {
+        inverse_rms = InverseRmsOfRow(source, args.depth, args.eps);
+      }
+#pragma unroll(kBlocksPerThread<T, kFront>)
+      for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+        const RawBlock<T, kFront> raw = LoadRaw<kFront>(source, args.depth, b);
+        largest =
+            max(largest, LargestMagnitude(ApplyFront(raw, inverse_rms, args.front_weight, b)));
+      }
     }
     const bool last_of_scale = row + 1 == end || (row + 1) % args.rows_per_scale == 0;
     if (last_of_scale) {
@@ -146,9 +166,9 @@ __global__ void MakeScales(int64_t scales, bool pow2_scale, const float* amax, f
 }
 
 // Threads of a row, so that its blocks fit into registers, and rows of a thread block.
-template <class T>
+template <class T, Front kFront>
 dim3 RowThreads(int64_t depth) {
-  const int64_t per_warp = kWarpSize * kBlocksPerThread<T>;
+  const int64_t per_warp = kWarpSize * kBlocksPerThread<T, kFront>;
   const int64_t warps = (depth / kBlock + per_warp - 1) / per_warp;
   const unsigned threads =
       static_cast<unsigned>(kWarpSize * std::min<int64_t>(warps, kMaxThreads / kWarpSize));
@@ -157,12 +177,17 @@ dim3 RowThreads(int64_t depth) {
 
 template <class T, Front kFront, bool kExpanded>
 cudaError_t Encode(cudaStream_t stream, const QuantizeArgs& args, const float* amax) {
-  const dim3 threads = RowThreads<T>(args.depth);
-  const dim3 grid(static_cast<unsigned>((args.rows + threads.y - 1) / threads.y));
+  const dim3 threads = RowThreads<T, kFront>(args.depth);
+  const int64_t values = static_cast<int64_t>(threads.x) * kBlocksPerThread<T, kFront> * kBlock;
+  const dim3 grid(static_cast<unsigned>((args.rows + threads.y - 1) / threads.y),
+                  static_cast<unsigned>((args.depth + values - 1) / values));
+  const int64_t shared = StagedBytes<T, kFront>(args.depth, threads);
   if (args.four_over_six) {
-    EncodeRows<T, kFront, kExpanded, true><<<grid, threads, 0, stream>>>(args, amax);
+    EncodeRows<T, kFront, kExpanded, true>
+        <<<grid, threads, shared, stream>>>(args, amax, shared != 0);
   } else {
-    EncodeRows<T, kFront, kExpanded, false><<<grid, threads, 0, stream>>>(args, amax);
+    EncodeRows<T, kFront, kExpanded, false>
+        <<<grid, threads, shared, stream>>>(args, amax, shared != 0);
   }
   return cudaGetLastError();
 }
@@ -177,14 +202,16 @@ cudaError_t QuantizeFront(cudaStream_t stream, const QuantizeArgs& args) {
       return error;
     }
   }
-  if (amax == nullptr && args.rows_per_scale != 1) {
+  const bool amax_first =
+      amax == nullptr && (args.rows_per_scale != 1 || args.depth > kLongestRow<T, kFront>);
+  if (amax_first) {
     if (cudaError_t error = cudaMemsetAsync(args.scale, 0, scales * sizeof(float), stream);
         error != cudaSuccess) {
       return error;
     }
     int sms = 0;
     if (cudaError_t error = MultiprocessorCount(&sms); error != cudaSuccess) return error;
-    const dim3 threads = RowThreads<T>(args.depth);
+    const dim3 threads = RowThreads<T, kFront>(args.depth);
     FindAmax<T, kFront><<<sms * kRowRangesPerSm, threads, 0, stream>>>(args);
     amax = args.scale;
   }
@@ -193,7 +220,7 @@ cudaError_t QuantizeFront(cudaStream_t stream, const QuantizeArgs& args) {
       error != cudaSuccess) {
     return error;
   }
-  if (args.rows_per_scale != 1) {
+  if (args.rows_per_scale != 1 || amax_first) {
     const unsigned grid = static_cast<unsigned>((scales + kThreads - 1) / kThreads);
     MakeScales<<<grid, kThreads, 0, stream>>>(scales, args.pow2_scale, amax, args.scale);
   }

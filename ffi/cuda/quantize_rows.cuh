@@ -1,7 +1,4 @@
-// Rows of x as the quantizers read them: gathered, and through a front.
-//
-// A row is shared by the blockDim.x threads with one threadIdx.y, a multiple of a warp; where that
-// is more than a warp, blockDim.y is 1. Thread t holds the row's blocks t, t + blockDim.x, ...
+// Which rows a quantizer reads and where it stores them: gather, group_sizes, the three layouts.
 #ifndef JAXFP4_CUDA_QUANTIZE_ROWS_CUH_
 #define JAXFP4_CUDA_QUANTIZE_ROWS_CUH_
 
@@ -9,16 +6,11 @@
 
 #include "ffi/cuda/nvfp4_block.cuh"
 #include "ffi/cuda/quantize.h"
+#include "ffi/cuda/quantize_fronts.cuh"
 #include "ffi/numerics.h"
 #include "ffi/scale_layout.h"
 
 namespace jaxfp4::cuda {
-
-constexpr int kWarpSize = 32;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-
-__device__ __forceinline__ float ToFloat(float x) { return x; }
-__device__ __forceinline__ float ToFloat(uint16_t x) { return Bf16ToFloat(x); }
 
 // --- group_sizes, read on the device. A size below 0 counts as 0, and rows past the last as none.
 
@@ -65,6 +57,75 @@ __device__ __forceinline__ int64_t TiledRow(const QuantizeArgs& args, int64_t ro
   return row;
 }
 
+// The place in x of a row in use, or null where it is gathered from outside x.
+template <class T, Front kFront>
+__device__ __forceinline__ const T* SourceRow(const QuantizeArgs& args, int64_t row) {
+  const int64_t source = args.gather == nullptr ? row : __ldg(args.gather + row);
+  if (source < 0 || source >= args.x_rows) return nullptr;
+  const int64_t width = kFront == Front::kSwiGlu ? 2 * args.depth : args.depth;
+  return static_cast<const T*>(args.x) + source * width;
+}
+
+// Where and how a row's results are stored.
+template <bool kExpanded>
+class RowResults {
+ public:
+  // Every lane of the warp constructs it with the same row, in use if tiled.
+  __device__ __forceinline__ RowResults(const QuantizeArgs& args, int64_t row, bool in_use)
+      : tiled_(args.tiled_scale_bytes != 0) {
+    const int64_t blocks = args.depth / kBlock;
+    if constexpr (kExpanded) {
+      values_ = reinterpret_cast<uint4*>(args.values + row * args.depth);
+    } else {
+      codes_ = reinterpret_cast<uint2*>(args.codes + row * (args.depth / 2));
+      if (!tiled_) {
+        block_scales_ = args.block_scales + row * blocks;
+      } else if (in_use) {
+        block_scales_ = args.block_scales + TiledScaleOffset(TiledRow(args, row), 0, blocks);
+      }
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void Store(int block, const Block<T>& x, uint32_t largest,
+                                        const BlockScale& scale) const {
+    if constexpr (kExpanded) {
+      StoreValues(block, ExpandBlock(x, largest, scale));
+    } else {
+      StoreCodes(block, EncodeBlock(x, largest, scale), scale.sf);
+    }
+  }
+
+  // A block of zeros, or of NaN where sf says so.
+  __device__ __forceinline__ void StoreConstant(int block, uint8_t sf) const {
+    if constexpr (kExpanded) {
+      StoreValues(block, ConstantBlock(sf));
+    } else {
+      StoreCodes(block, make_uint2(0u, 0u), sf);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void StoreCodes(int block, uint2 codes, uint8_t sf) const {
+    codes_[block] = codes;
+    if (!tiled_) {
+      block_scales_[block] = sf;
+    } else if (block_scales_ != nullptr) {
+      block_scales_[TiledScaleOffset(0, block, 0)] = sf;
+    }
+  }
+
+  __device__ __forceinline__ void StoreValues(int block, const Block<uint16_t>& values) const {
+    values_[2 * block] = values.half[0];
+    values_[2 * block + 1] = values.half[1];
+  }
+
+  bool tiled_;
+  uint4* values_ = nullptr;
+  uint2* codes_ = nullptr;
+  uint8_t* block_scales_ = nullptr;  // of block 0; null: not stored
+};
+
 // --- Reductions over a row's threads ---
 
 // Every thread of the row calls it; every one gets the result.
@@ -78,77 +139,6 @@ __device__ __forceinline__ uint32_t MaxOverRow(uint32_t x) {
   __syncthreads();
   return __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % kWarpSize]);
 }
-
-// 1 / sqrt(mean(x^2) + eps) of a row, its sum in the order of RowTree: lane j adds the elements
-// j, j + 32, ... in turn. Every thread of the row calls it; every one gets the result.
-template <class T>
-__device__ __forceinline__ float InverseRmsOfRow(const T* x, int64_t depth, float eps) {
-  float sum = 0.0f;
-  if (threadIdx.x < kWarpSize) {
-#pragma unroll 8
-    for (int64_t k = threadIdx.x; k < depth; k += kWarpSize) {
-      const float value = ToFloat(__ldg(x + k));
-      sum = Add(sum, Mul(value, value));
-    }
-    for (int stride = kRowPartials / 2; stride > 0; stride /= 2) {
-      sum = Add(sum, __shfl_xor_sync(kAllLanes, sum, stride));
-    }
-  }
-  if (blockDim.x > kWarpSize) {
-    __shared__ float of_row;
-    __syncthreads();  // the row before has been read
-    if (threadIdx.x == 0) of_row = sum;
-    __syncthreads();
-    sum = of_row;
-  }
-  return InverseRms(sum, depth, eps);
-}
-
-// --- A row's values ---
-
-template <class T, Front kFront>
-class Row {
- public:
-  // A row that is in use. Every thread of the row constructs it.
-  __device__ __forceinline__ Row(const QuantizeArgs& args, int64_t row)
-      : weight_(args.front_weight), depth_(args.depth) {
-    const int64_t source = args.gather == nullptr ? row : __ldg(args.gather + row);
-    if (source < 0 || source >= args.x_rows) return;
-    const int64_t width = kFront == Front::kSwiGlu ? 2 * depth_ : depth_;
-    x_ = static_cast<const T*>(args.x) + source * width;
-    if constexpr (kFront == Front::kRmsNorm) {
-      inverse_rms_ = InverseRmsOfRow(x_, depth_, args.eps);
-    }
-  }
-
-  // The 16 values after the front, rounded to T.
-  __device__ __forceinline__ Block<T> Load(int64_t block) const {
-    if (x_ == nullptr) return {};
-    const int64_t k = block * kBlock;
-    Block<T> x = LoadBlock(x_ + k);
-    if constexpr (kFront == Front::kSwiGlu) {
-      const Block<T> up = LoadBlock(x_ + depth_ + k);
-      float v[kBlock];
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] = SwiGlu(x.Value(i), up.Value(i));
-      RoundBlock(v, &x);
-    }
-    if constexpr (kFront == Front::kRmsNorm) {
-      const Block<float> weight = LoadBlock(weight_ + k);
-      float v[kBlock];
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] = RmsNorm(x.Value(i), inverse_rms_, weight.Value(i));
-      RoundBlock(v, &x);
-    }
-    return x;
-  }
-
- private:
-  const T* x_ = nullptr;  // null: a row of zeros
-  const float* weight_;
-  int64_t depth_;
-  float inverse_rms_ = 0.0f;
-};
 
 }  // namespace jaxfp4::cuda
 
