@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
-CXX_SOURCES := CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu')
+CXX_SOURCES := CMakeLists.txt $(shell find ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: train test lint venv clean
 
