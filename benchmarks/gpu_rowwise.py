@@ -1,23 +1,16 @@
-"""python benchmarks/gpu_rowwise.py: the row-wise ops' memory traffic on a GPU beside a copy's.
+"""python benchmarks/gpu_rowwise.py: the row-wise ops' memory traffic on a GPU beside a copy's."""
 
-A program runs an op on several inputs of its own; the time of one op is the program's, the best of
-several, divided by their number. Traffic counts what the op must read and write once.
-"""
-
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from gpu_timing import row, seconds
 
 import jaxfp4
 from jaxfp4.custom_calls import call
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 EPS = 1e-6
-TIMES, CALLS = 5, 4
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = BF16) -> jax.Array:
@@ -26,33 +19,6 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = BF16) -> jax.Array:
 
 def integers(seed: int, high: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), shape, 0, high, jnp.int32)
-
-
-def seconds(op: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> float:
-    """Of one op, each of `inputs` its operands once."""
-    program = jax.jit(lambda inputs: [op(*operands) for operands in inputs])
-    jax.block_until_ready(program(inputs))
-    best = float("inf")
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            results = program(inputs)
-        jax.block_until_ready(results)
-        best = min(best, (time.perf_counter() - start) / CALLS / len(inputs))
-    return best
-
-
-def traffic(*trees: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
-
-
-def row(name: str, op: Callable[..., Any], make: Callable[[int], tuple[Any, ...]]) -> None:
-    """`make(seed)` gives operands. Small ops run on many inputs, to hide the launches."""
-    bytes_each = traffic(make(0), jax.eval_shape(op, *make(0)))
-    count = int(np.clip(2e9 // bytes_each, 2, 32))
-    time_each = seconds(op, [make(seed) for seed in range(count)])
-    rate = bytes_each / time_each / 1e12
-    print(f"| {name} | {time_each * 1e6:.1f} us | {rate:.2f} TB/s |", flush=True)
 
 
 def norms(rows: int) -> None:
